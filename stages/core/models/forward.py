@@ -1,0 +1,182 @@
+"""Hidden states of completions, with every distinct prompt computed once.
+
+Letters: B completions, U distinct prompts, P prompt tokens, T completion tokens, D hidden size, V
+vocabulary. Completions of one prompt share its keys and values, and prompts that open alike (system turn, instruction)
+share that opening: the opening runs once, its cache is expanded to the U prompts, theirs to the B completions.
+The result is that of B full rows to rounding, gradients too; `full_states` is that plain version.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+Ids = Sequence[int]
+
+
+@dataclass(frozen=True)
+class States:
+    """`hidden (B, T+1, D)`: at [b, t] the state that has read the prompt and t completion tokens.
+
+    It predicts token t, and `lengths[b]` is the number of tokens of row b: states [b, :lengths[b]] act, the state
+    [b, lengths[b]] has read the whole row. `ids (B, T)` are right-padded with 0. With `read_last` False the
+    states that have read the last column are not computed, and `hidden` is (B, T, D).
+    """
+
+    hidden: Tensor
+    ids: Tensor
+    lengths: Tensor
+
+    @property
+    def action_mask(self) -> Tensor:
+        """(B, T) bool: True on tokens that the policy sampled."""
+        return torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths[:, None]
+
+
+def right_pad(rows: Sequence[Ids], device=None) -> tuple[Tensor, Tensor]:
+    """(B lists) -> ids (B, T) padded with 0 on the right, lengths (B,)."""
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    padded = [list(row) + [0] * (max(map(len, rows)) - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.long, device=device), lengths
+
+
+def left_pad(rows: Sequence[Ids], device=None) -> tuple[Tensor, Tensor]:
+    """(U lists) -> ids (U, P) padded with 0 on the left, bool attention mask (U, P)."""
+    width = max(map(len, rows))
+    ids = [[0] * (width - len(row)) + list(row) for row in rows]
+    mask = [[False] * (width - len(row)) + [True] * len(row) for row in rows]
+    return (
+        torch.tensor(ids, dtype=torch.long, device=device).reshape(len(rows), width),
+        torch.tensor(mask, dtype=torch.bool, device=device).reshape(len(rows), width),
+    )
+
+
+def can_share(backbone: nn.Module) -> bool:
+    """True where every layer keeps plain keys and values: no sliding window, no recurrent state."""
+    layers = DynamicCache(config=backbone.config).layers
+    return all(type(layer) is DynamicLayer for layer in layers)
+
+
+@dataclass
+class Prefilled:
+    """Prompts that were read: cache of U rows, attention mask (U, P), last states (U, D)."""
+
+    cache: DynamicCache
+    mask: Tensor
+    last: Tensor
+
+    def select(self, rows: Tensor) -> "Prefilled":
+        """Rows (N,) of the U -> a prefill of N rows, e.g. each prompt once per completion."""
+        for layer in self.cache.layers:
+            # Its backward adds rows up; that of advanced indexing scatters single numbers, 20 times slower.
+            layer.keys = layer.keys.index_select(0, rows)
+            layer.values = layer.values.index_select(0, rows)
+        return Prefilled(self.cache, self.mask[rows], self.last[rows])
+
+
+def step(backbone: nn.Module, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
+    """(ids (N, S), mask (N, P+S) over cache and ids, cache of P) -> hidden (N, S, D); the cache grows by S.
+
+    Position ids count the visible tokens, so that padding never shifts a row.
+    """
+    positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    output = backbone(
+        input_ids=ids,
+        attention_mask=mask.long(),
+        position_ids=positions,
+        cache=cache,
+        use_cache=True,
+    )
+    return output.last_hidden_state
+
+
+def prefill(backbone: nn.Module, prompts: Sequence[Ids]) -> Prefilled:
+    """(U non-empty prompts) -> `Prefilled`; what they all open with runs once."""
+    device = backbone.device
+    opening = list(commonprefix([tuple(prompt) for prompt in prompts]))
+    opening = opening[: min(map(len, prompts)) - 1] if len(prompts) > 1 else []
+    cache = DynamicCache(config=backbone.config)
+    if opening:
+        step(
+            backbone,
+            torch.tensor([opening], device=device),
+            torch.ones(1, len(opening), dtype=torch.bool, device=device),
+            cache,
+        )
+        cache.batch_repeat_interleave(len(prompts))
+    ids, rest = left_pad([prompt[len(opening) :] for prompt in prompts], device)
+    shared = torch.ones(len(prompts), len(opening), dtype=torch.bool, device=device)
+    mask = torch.cat([shared, rest], 1)
+    hidden = step(backbone, ids, mask, cache)
+    return Prefilled(cache, mask, hidden[:, -1])
+
+
+def completion_states(
+    backbone: nn.Module,
+    prompts: Sequence[Ids],
+    completions: Sequence[Ids],
+    read_last: bool = False,
+) -> States:
+    """(B prompts, B non-empty completions) -> `States`, every distinct prompt computed once."""
+    if not can_share(backbone):
+        return full_states(backbone, prompts, completions, read_last)
+    distinct = {tuple(prompt): i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    read = prefill(backbone, list(distinct))
+    if len(distinct) < len(prompts):
+        rows = [distinct[tuple(prompt)] for prompt in prompts]
+        read = read.select(torch.tensor(rows, device=backbone.device))
+    ids, lengths = right_pad(completions, backbone.device)
+    fed = ids if read_last else ids[:, :-1]
+    hidden = read.last[:, None]
+    if fed.shape[1]:
+        seen = torch.arange(fed.shape[1], device=ids.device) < lengths[:, None]
+        after = step(backbone, fed, torch.cat([read.mask, seen], 1), read.cache)
+        hidden = torch.cat([hidden, after], 1)
+    return States(hidden, ids, lengths)
+
+
+def full_states(
+    backbone: nn.Module,
+    prompts: Sequence[Ids],
+    completions: Sequence[Ids],
+    read_last: bool = False,
+) -> States:
+    """`completion_states` as one plain right-padded forward pass over prompt + completion."""
+    device = backbone.device
+    pairs = list(zip(prompts, completions, strict=True))
+    rows, row_lengths = right_pad([[*prompt, *completion] for prompt, completion in pairs], device)
+    mask = torch.arange(rows.shape[1], device=device) < row_lengths[:, None]
+    hidden = backbone(input_ids=rows, attention_mask=mask.long(), use_cache=False).last_hidden_state
+    ids, lengths = right_pad(completions, device)
+    starts = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
+    columns = starts[:, None] + torch.arange(ids.shape[1] + read_last, device=device)
+    columns = columns.clamp(max=rows.shape[1] - 1)
+    return States(
+        hidden.gather(1, columns[..., None].expand(-1, -1, hidden.shape[-1])), ids, lengths
+    )
+
+
+def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """(..., D) -> (..., V): the language model's head on chosen states only, as its own forward does."""
+    config, logits = model.config, model.get_output_embeddings()(hidden)
+    if scaling := getattr(config, "logits_scaling", None):
+        logits = logits / scaling
+    if scale := getattr(config, "logit_scale", None):
+        logits = logits * scale
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = cap * torch.tanh(logits / cap)
+    return logits
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel) -> None:
+    """Raise ValueError unless backbone and `head_logits` give what the model's own forward gives."""
+    ids = torch.tensor([[0, 1]], device=model.device)
+    whole = model(input_ids=ids, use_cache=False).logits
+    parts = head_logits(model, model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-4):
+        raise ValueError(f"{type(model).__name__} does more after its backbone than its head")

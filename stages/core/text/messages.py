@@ -1,0 +1,154 @@
+"""Messages as every other module expects them, whatever the file held.
+
+A clean message is `{"role": str, "content": str, ...}` without nulls. Roles are those of chat
+templates. Tool calls are `{"type": "function", "function": {"name", "arguments"}}` with the
+arguments as an object: a JSON string is decoded once, and keys whose value is null are left out,
+because Arrow gives every row the keys of all rows (so a null argument equals an absent one).
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Message = dict
+
+FUNCTION_KEYS = ("name", "arguments")
+
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "tool_response": "tool",
+    "ipython": "ipython",
+}
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A row that cannot be used; `reason` is one of few phrases, so that rows count by it."""
+
+    reason: str
+
+
+class Unusable(ValueError):
+    """Raised on the way through a row; the public functions hand it back as `Dropped`."""
+
+
+def clean_messages(messages) -> list[Message]:
+    """Messages as in the module's docstring; raises Unusable naming what stands in the way."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise Unusable(f"a conversation is {kind_of(messages)}, expected a list of messages")
+    if not messages:
+        raise Unusable("a conversation without messages")
+    return [_clean_message(message) for message in messages]
+
+
+def text_of(content) -> str:
+    """Content as text: null is empty, a list of text parts is joined without a separator."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "".join(_part_text(part) for part in content)
+    raise Unusable(f"the content of a message is {kind_of(content)}, expected text")
+
+
+def kind_of(value) -> str:
+    """What a value is, in the words of an error message."""
+    kinds = {
+        type(None): "null",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        str: "text",
+        list: "a list",
+        tuple: "a list",
+        dict: "an object",
+    }
+    return kinds.get(type(value), f"a {type(value).__name__}")
+
+
+def drop_nulls(value):
+    """The value without the keys that hold null, at any depth; nulls in lists stay."""
+    if isinstance(value, dict):
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [drop_nulls(item) for item in value]
+    return value
+
+
+def from_sharegpt(turn):
+    """A turn with `from` and `value` as one with `role` and `content`; others as they are.
+
+    A turn from `function_call` is the assistant's, its value the call as JSON.
+    """
+    if not isinstance(turn, dict) or "role" in turn or "from" not in turn:
+        return turn
+    role, value = turn["from"], turn.get("value")
+    if role != "function_call":
+        return {"role": role, "content": value}
+    try:
+        calls = json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError:
+        raise Unusable("the value of a function_call turn is no JSON") from None
+    calls = calls if isinstance(calls, list) else [calls]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def _clean_message(message) -> Message:
+    if not isinstance(message, dict):
+        raise Unusable(f"a message is {kind_of(message)}, expected an object")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise Unusable(f"unknown role {role!r}")
+    clean = {key: drop_nulls(value) for key, value in message.items() if value is not None}
+    clean |= {"role": ROLES[role], "content": text_of(message.get("content"))}
+    calls = clean.pop("tool_calls", None)
+    if calls:
+        clean["tool_calls"] = [_clean_call(call) for call in calls]
+    return clean
+
+
+def _part_text(part) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise Unusable(f"a content part is {kind_of(part)}, expected a text part")
+    kind = part.get("type") or "text"
+    if kind != "text":
+        raise Unusable(f"a content part of type {kind!r}, expected 'text'")
+    return text_of(part.get("text"))
+
+
+def _clean_call(call) -> dict:
+    if not isinstance(call, dict):
+        raise Unusable(f"a tool call is {kind_of(call)}, expected an object")
+    function = call.get("function") or {key: call[key] for key in call if key in FUNCTION_KEYS}
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Unusable("a tool call without the name of its function")
+    function = {**function, "arguments": _arguments(function.get("arguments"))}
+    rest = {key: value for key, value in call.items() if key not in FUNCTION_KEYS}
+    return {"type": "function", **rest, "function": function}
+
+
+def _arguments(arguments) -> dict:
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except json.JSONDecodeError:
+            raise Unusable("the arguments of a tool call are no JSON object") from None
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, dict):
+        raise Unusable("the arguments of a tool call are no JSON object")
+    return drop_nulls(arguments)

@@ -1,0 +1,132 @@
+"""Stages `evaluate@k` and `evaluate_sft`: answers of a policy to held-out prompts.
+
+Reads   a policy folder, held-out prompts (the task's, or what evaluate.dataset names)
+Knobs   evaluate, max_new_tokens, verifier, seed, device, precision, threads, attention
+Writes  the answers, one greedy and some sampled for each prompt (store/tables.py: EVALUATIONS), figures
+
+Every policy is asked with the same random draws: what differs between two rounds is the policy.
+"""
+
+import sys
+from pathlib import Path
+
+import click
+import torch
+
+from stages.core.models.compute import accelerator as make_accelerator
+from stages.core.rollouts.rewards import Rules, find_verifier
+from stages.core.rollouts.sampling import Sampling, sample, uniforms
+from stages.core.training.steps import chunks
+from stages.knobs.evaluate import Knobs
+from stages.store.checkpoints import load_policy
+from stages.store.common import params
+from stages.store.common.command import Stage, progress, say
+from stages.store.common.metrics import write_json
+from stages.store.sources.prompts import context_limit, load_prompts
+from stages.store.sources.tokenizers import load_tokenizer
+from stages.store.tables import EVALUATIONS, write_table
+
+
+@click.command(cls=Stage)
+@click.option("--policy", type=click.Path(path_type=Path), required=True)
+@click.option("--task", type=click.Path(path_type=Path), required=True)
+@click.option("--source", type=click.Path(path_type=Path), required=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True)
+@click.option("--figures", type=click.Path(path_type=Path), required=True)
+def evaluate(policy: Path, task: Path, source: Path, out: Path, figures: Path) -> None:
+    """Answer held-out prompts and check the answers."""
+    knobs = params.load(Knobs)
+    sys.path.insert(0, str(source))
+    verify = find_verifier(knobs.verifier, knobs.verifier_pattern)
+    accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
+    tokenizer = load_tokenizer(policy)
+    model = load_policy(policy, knobs.attention, accelerator.device)
+    limit = context_limit(model, knobs.max_new_tokens)
+    prompts, intake = load_prompts(knobs.evaluate, task, tokenizer, limit, knobs.seed)
+    tally = {"greedy": Answers(), "sampled": Answers()}
+
+    def rows():
+        with accelerator.autocast():
+            for row in answer_rows(model, tokenizer, verify, prompts, knobs):
+                tally["greedy" if row["greedy"] else "sampled"].add(row)
+                yield row
+
+    write_table(out, EVALUATIONS, rows(), {"stage": "evaluate", "policy": str(policy)})
+    found = {
+        "accuracy_sampled": tally["sampled"].accuracy(),
+        "accuracy_greedy": tally["greedy"].accuracy(),
+        "reward_correctness": tally["sampled"].mean("score"),
+        "length": tally["sampled"].mean("length"),
+        "finished": tally["sampled"].mean("finished"),
+        "prompts": intake.figures(),
+    }
+    write_json(figures, found)
+    say(found, policy=policy)
+
+
+def answer_rows(model, tokenizer, verify, prompts, knobs: Knobs):
+    """One greedy row, then the sampled ones, of each prompt."""
+    stops = model.generation_config.eos_token_id
+    stops = tuple([stops] if isinstance(stops, int) else stops)
+    sampling = Sampling(knobs.evaluate.temperature, 1.0, 0, 0.0, knobs.max_new_tokens, stops)
+    rules = Rules(verify, None, knobs.max_new_tokens, 0)
+    count = knobs.evaluate.samples
+    at_once = max(1, knobs.evaluate.batch_size // count)
+    shape = (count, knobs.max_new_tokens)
+    for numbers in progress(chunks(list(range(len(prompts))), at_once), "evaluate"):
+        ids = [prompts[i].ids for i in numbers]
+        draws = torch.stack([uniforms(knobs.seed, "evaluate", 0, i, shape) for i in numbers])
+        greedy = sample(model, ids, None, sampling)
+        sampled = sample(model, ids, draws, sampling)
+        for place, i in enumerate(numbers):
+            answers = [greedy[place], *sampled[place * count : (place + 1) * count]]
+            for number, completion in enumerate(answers):
+                yield answer_row(tokenizer, rules, prompts[i], number, completion)
+
+
+def answer_row(tokenizer, rules: Rules, prompt, number: int, completion) -> dict:
+    """A row of the table; answer number 0 is the greedy one."""
+    text = tokenizer.decode(completion.ids, skip_special_tokens=True)
+    score = rules.components(text, len(completion.ids), prompt.answer, prompt.entry)
+    score = score["reward_correctness"]
+    return {
+        "prompt_index": prompt.index,
+        "sample": max(0, number - 1),
+        "greedy": number == 0,
+        "prompt": prompt.text,
+        "answer": prompt.answer,
+        "completion": text,
+        "completion_ids": completion.ids,
+        "finished": completion.finished,
+        "reward_correctness": score,
+        "correct": score is not None and score >= 1,
+    }
+
+
+class Answers:
+    """Sums over answers."""
+
+    def __init__(self):
+        self.count = self.scored = 0
+        self.sums = {"correct": 0.0, "score": 0.0, "length": 0.0, "finished": 0.0}
+
+    def add(self, row: dict) -> None:
+        self.count += 1
+        self.sums["correct"] += row["correct"]
+        self.sums["length"] += len(row["completion_ids"])
+        self.sums["finished"] += row["finished"]
+        if row["reward_correctness"] is not None:
+            self.scored += 1
+            self.sums["score"] += row["reward_correctness"]
+
+    def accuracy(self) -> float | None:
+        """Share of the answers that were right, of those that could be checked."""
+        return self.sums["correct"] / self.scored if self.scored else None
+
+    def mean(self, name: str) -> float | None:
+        count = self.scored if name == "score" else self.count
+        return self.sums[name] / count if count else None
+
+
+if __name__ == "__main__":
+    evaluate()

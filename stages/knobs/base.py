@@ -1,0 +1,139 @@
+"""Knobs: the validated parameters of a stage, and the types that several stages share.
+
+Each stage has one module here with one class `Knobs` that names exactly the keys it reads. Nested classes are
+the sections of params.yaml. No field has a default: params.yaml holds the one default of each.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A strictly validated, frozen group of knobs: no coercion, no unknown keys, no NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def number(description: str, **bounds) -> type:
+    return Annotated[float, Field(description=description, **bounds)]
+
+
+def whole(description: str, **bounds) -> type:
+    return Annotated[int, Field(description=description, **bounds)]
+
+
+def text(description: str, **bounds) -> type:
+    return Annotated[str, Field(description=description, **bounds)]
+
+
+def flag(description: str) -> type:
+    return Annotated[bool, Field(description=description)]
+
+
+def choice(description: str, *options: str) -> type:
+    return Annotated[Literal[options], Field(description=description)]
+
+
+Seed = whole("Seed of every random stream; another seed is another run.", ge=0)
+Device = text(
+    "Where models run: auto (CUDA, else MPS, else CPU), or cpu, cuda, cuda:1, mps.",
+    pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$",
+)
+Precision = choice(
+    "Arithmetic of the forward and backward passes; weights and optimizer stay float32.",
+    "float32",
+    "bf16",
+)
+Threads = whole(
+    "CPU threads of torch. Part of the result: another number changes the last bits.", ge=1
+)
+Attention = choice(
+    "Attention implementation of transformers.", "sdpa", "eager", "flash_attention_2"
+)
+
+Epochs = whole("Passes over the training rows.", ge=1)
+TrainBatchSize = whole("Rows (pairs, completions) in one forward and backward pass.", ge=1)
+BatchAcc = whole("Forward and backward passes gathered into one optimizer step.", ge=1)
+LearningRate = number("Peak learning rate of AdamW.", gt=0)
+WarmupSteps = whole("Optimizer steps over which the learning rate rises linearly from 0.", ge=0)
+WeightDecay = number("Decoupled weight decay of AdamW.", ge=0)
+MaxNorm = number("The gradient is scaled down to this global L2 norm.", gt=0)
+DropLast = flag("Leave out the last, partial optimizer step of an epoch.")
+Nonfinite = choice(
+    "A NaN or infinite loss or gradient: stop (exit code 1, no model), or skip (leave that"
+    " micro-batch out, counted in the metrics).",
+    "stop",
+    "skip",
+)
+
+Loss = text("Objective: a name of OBJECTIVES in stages/core/rl/objectives.py.")
+NumRollouts = whole("Completions sampled for each prompt (the group size G).", ge=1)
+Temperature = number("Divides the logits, in sampling and in every log-prob alike.", gt=0)
+MaxNewTokens = whole("Cap on the length of a completion, in tokens.", ge=1)
+Beta = number("Weight of the KL penalty towards models/sft; 0: no reference is run.", ge=0)
+Critic = Annotated[
+    Literal["reward_model", "policy"] | None,
+    Field(
+        description="What the critic starts from; null: no values, so no loss that needs a critic."
+    ),
+]
+Verifier = text(
+    "Rule behind reward_correctness: task (the task's own), exact, numeric, regex, or module:function."
+)
+
+Dataset = text(
+    "task (the embedded one), a file or folder under data/source, or a hub id.", min_length=1
+)
+Split = text("Split of a hub dataset.", min_length=1)
+Name = Annotated[str | None, Field(description="Configuration name of a hub dataset.")]
+Revision = Annotated[str | None, Field(description="Git revision of a hub dataset or model.")]
+MaxSamples = Annotated[
+    int | None, Field(description="Use at most this many rows, drawn by seed; null: all.", ge=1)
+]
+Columns = Annotated[
+    str | None,
+    Field(description="Row format where detection cannot tell; null: detect and print it."),
+]
+
+
+class Source(Section):
+    """Where rows come from."""
+
+    dataset: Dataset
+    split: Split
+    name: Name
+    revision: Revision
+    max_samples: MaxSamples
+    format: Columns
+
+
+class Compute(Section):
+    """How models run; every stage that runs one reads these."""
+
+    device: Device
+    precision: Precision
+    threads: Threads
+    attention: Attention
+
+
+class Training(Section):
+    """Supervised training of one model: SFT and reward model."""
+
+    epochs: Epochs
+    train_batch_size: TrainBatchSize
+    batch_acc: BatchAcc
+    lr: LearningRate
+    warmup_steps: WarmupSteps
+    weight_decay: WeightDecay
+    max_norm: MaxNorm
+    drop_last: DropLast
+
+
+class Verification(Section):
+    """How an answer is held against the right one; read wherever completions are sampled."""
+
+    verifier: Verifier
+    verifier_pattern: Annotated[
+        str | None, Field(description="Pattern of verifier regex: its first group is the answer.")
+    ]

@@ -1,0 +1,113 @@
+"""Knobs of `optimize`."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from stages.knobs.base import (
+    BatchAcc,
+    Beta,
+    Compute,
+    Critic,
+    LearningRate,
+    Loss,
+    MaxNewTokens,
+    MaxNorm,
+    Nonfinite,
+    NumRollouts,
+    Seed,
+    Temperature,
+    TrainBatchSize,
+    WarmupSteps,
+    WeightDecay,
+    choice,
+    flag,
+    number,
+    whole,
+)
+
+
+class Knobs(Compute):
+    seed: Seed
+    nonfinite: Nonfinite
+    loss: Loss
+    loss_aggregation: choice(
+        "How token losses become one number; default: as the objective defines it.",
+        "default",
+        "token-mean",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum",
+        "constant",
+    )
+    ppo_epochs: whole("Passes over the frozen buffer in one round.", ge=1)
+    allow_off_policy: flag("Allow ppo_epochs above 1 for objectives without a trust region.")
+    target_kl: Annotated[
+        float | None,
+        Field(
+            description="Stop a round's passes once the mean KL to the old policy exceeds this.",
+            gt=0,
+        ),
+    ]
+    num_rollouts: NumRollouts
+    max_new_tokens: MaxNewTokens
+    temperature: Temperature
+    train_batch_size: TrainBatchSize
+    batch_acc: BatchAcc
+    lr: LearningRate
+    lr_critic: LearningRate
+    warmup_steps: WarmupSteps
+    decay_steps: Annotated[
+        int | None,
+        Field(
+            description="Step at which the cosine reaches 0; null: constant after warm-up.", ge=1
+        ),
+    ]
+    weight_decay: WeightDecay
+    max_norm: MaxNorm
+    clip_eps_lo: number("The ratio is clipped below at 1 - clip_eps_lo.", ge=0, le=1)
+    clip_eps_hi: number("The ratio is clipped above at 1 + clip_eps_hi.", ge=0)
+    tau_pos: number("SAPO: steepness of its gate where the advantage is above 0.", gt=0)
+    tau_neg: number("SAPO: steepness of its gate elsewhere.", gt=0)
+    clip_eps_val: number("Values are clipped to the old value +- clip_eps_val.", ge=0)
+    vf_coef: number("Weight of the value loss.", ge=0)
+    gamma: number("Discount per token.", ge=0, le=1)
+    lam: number("Lambda of generalised advantage estimation.", ge=0, le=1)
+    beta: Beta
+    kl_estimator: choice("Estimator of the KL to the reference (Schulman 2020).", "k1", "k2", "k3")
+    kl_placement: choice(
+        "Where the KL penalty goes; default: as the objective defines it.",
+        "default",
+        "reward",
+        "loss",
+    )
+    critic: Critic
+
+    @model_validator(mode="after")
+    def objective_fits(self) -> Self:
+        from stages.core.rl.objectives import OBJECTIVES
+
+        if self.loss not in OBJECTIVES:
+            raise ValueError(f"loss: found {self.loss!r}, expected one of {', '.join(OBJECTIVES)}")
+        needs = OBJECTIVES[self.loss]
+        if needs.groups and self.num_rollouts < 2:
+            raise ValueError(
+                f"num_rollouts: found {self.num_rollouts}, but loss {self.loss} compares the"
+                " completions of one prompt and needs at least 2"
+            )
+        if needs.critic and self.critic is None:
+            raise ValueError(
+                f"critic: found null, but loss {self.loss} needs one: reward_model or policy"
+            )
+        placement = needs.kl_placement if self.kl_placement == "default" else self.kl_placement
+        if self.beta > 0 and placement == "loss" and self.kl_estimator == "k1":
+            raise ValueError(
+                "kl_estimator: found 'k1', but the KL goes into the loss, where the expected gradient"
+                " of k1 is 0; expected k2 or k3"
+            )
+        if not needs.trust_region and self.ppo_epochs > 1 and not self.allow_off_policy:
+            raise ValueError(
+                f"ppo_epochs: found {self.ppo_epochs}, but loss {self.loss} has no ratio that is"
+                " bounded, so a second pass would be off-policy; set ppo_epochs to 1, or"
+                " allow_off_policy to true if that is meant"
+            )
+        return self

@@ -1,0 +1,24 @@
+"""Knobs of `prepare_task`."""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from stages.knobs.base import Section, Seed, text, whole
+
+
+class Task(Section):
+    name: text("A dataset of reasoning-gym, by its registered name.", min_length=1)
+    config: Annotated[
+        dict[str, Any], Field(description="Options of that dataset, such as min_word_len.")
+    ]
+    system: Annotated[str | None, Field(description="System turn of every prompt; null: none.")]
+    sft_rows: whole("Rows for SFT.", ge=1)
+    preference_rows: whole("Preference pairs for the reward model.", ge=2)
+    prompt_rows: whole("Prompts for reinforcement learning.", ge=1)
+    heldout_rows: whole("Prompts that only evaluation sees.", ge=1)
+
+
+class Knobs(Section):
+    seed: Seed
+    task: Task

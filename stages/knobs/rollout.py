@@ -1,0 +1,50 @@
+"""Knobs of `rollout`."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from stages.knobs.base import (
+    Compute,
+    MaxNewTokens,
+    NumRollouts,
+    Seed,
+    Source,
+    Temperature,
+    Verification,
+    number,
+    whole,
+)
+
+
+class Prompts(Source):
+    max_length: whole("Longest prompt in tokens; longer prompts are left out and counted.", ge=1)
+
+
+class Knobs(Compute, Verification):
+    seed: Seed
+    prompts: Prompts
+    prompts_per_step: whole("Prompts sampled in one round.", ge=1)
+    num_rollouts: NumRollouts
+    temperature: Temperature
+    top_p: number("Keep the likeliest tokens up to this probability; 1: all.", gt=0, le=1)
+    top_k: whole("Keep this many of the likeliest tokens; 0: all.", ge=0)
+    min_p: number(
+        "Keep tokens at least this likely, relative to the likeliest; 0: all.", ge=0, le=1
+    )
+    max_new_tokens: MaxNewTokens
+    rollout_batch_size: whole("Completions decoded side by side.", ge=1)
+    dynamic_sampling: whole(
+        "DAPO: replace groups whose reward_correctness is all alike by further prompts, drawing at"
+        " most this many times prompts_per_step in all; 0: keep every group.",
+        ge=0,
+    )
+    format_pattern: Annotated[
+        str | None,
+        Field(
+            description="reward_format is 1 where this pattern matches the whole completion, else 0."
+        ),
+    ]
+    overlong_buffer: whole(
+        "reward_length falls from 0 to -1 over the last so many tokens below max_new_tokens.", ge=0
+    )

@@ -1,0 +1,12 @@
+"""Knobs of `split_preferences`."""
+
+from stages.knobs.base import Section, Seed, number
+
+
+class Preferences(Section):
+    validation_share: number("Share of the prompts held out for validation.", gt=0, lt=1)
+
+
+class Knobs(Section):
+    seed: Seed
+    preferences: Preferences

@@ -1,0 +1,15 @@
+"""Knobs of `train_rm`."""
+
+from stages.knobs.base import Compute, Nonfinite, Seed, Training, number
+
+
+class Rm(Training):
+    centering: number(
+        "Weight of the squared sum of both scores, which keeps scores around 0.", ge=0
+    )
+
+
+class Knobs(Compute):
+    seed: Seed
+    nonfinite: Nonfinite
+    rm: Rm

@@ -1,0 +1,9 @@
+"""Knobs of `train_sft`."""
+
+from stages.knobs.base import Compute, Nonfinite, Seed, Training
+
+
+class Knobs(Compute):
+    seed: Seed
+    nonfinite: Nonfinite
+    sft: Training

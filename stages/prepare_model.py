@@ -1,0 +1,70 @@
+"""Stage `prepare_model`: bring the base model into one form, whatever it was.
+
+Knobs   model, seed
+Writes  models/base: a Hugging Face folder in float32 with a fast tokenizer, a pad token, and every stop token named
+
+The default is a small random Llama over bytes; a hub id, a local folder or a GGUF file do as well.
+"""
+
+from pathlib import Path
+
+import click
+import torch
+
+from stages.core import tiny
+from stages.core.randomness import seed_everything
+from stages.core.text.chat import stop_token_ids
+from stages.knobs.prepare_model import Knobs
+from stages.store.checkpoints import load_foreign, save_model
+from stages.store.common import params
+from stages.store.common.command import Stage, say
+from stages.store.common.files import replacing
+
+
+@click.command(cls=Stage)
+@click.option("--out", type=click.Path(path_type=Path), required=True)
+def prepare_model(out: Path) -> None:
+    """Make or fetch the base model."""
+    knobs = params.load(Knobs)
+    model, tokenizer = make_tiny(knobs) if knobs.model.source == "tiny" else fetch(knobs)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    stops = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
+    model.generation_config.eos_token_id = stops
+    with replacing(out, folder=True) as folder:
+        save_model(folder, model, tokenizer)
+    figures = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "vocabulary": len(tokenizer),
+        "stop_tokens": " ".join(tokenizer.convert_ids_to_tokens(stops)),
+    }
+    say(figures, model=knobs.model.source)
+
+
+def make_tiny(knobs: Knobs):
+    """A random model and its byte tokenizer."""
+    model = knobs.model
+    tokenizer = tiny.byte_tokenizer(model.max_positions)
+    seed_everything(knobs.seed, "prepare_model")
+    return tiny.random_llama(
+        tokenizer,
+        model.hidden_size,
+        model.intermediate_size,
+        model.layers,
+        model.heads,
+        model.max_positions,
+        model.init_std,
+        model.dropout,
+    ), tokenizer
+
+
+def fetch(knobs: Knobs):
+    """Model and tokenizer from a hub id, a folder or a GGUF file."""
+    model, tokenizer = load_foreign(
+        knobs.model.source, knobs.model.revision, knobs.model.trust_remote_code
+    )
+    return model.to(torch.float32), tokenizer
+
+
+if __name__ == "__main__":
+    prepare_model()

@@ -1,0 +1,47 @@
+"""Stage `prepare_task`: generate the embedded task with reasoning-gym, without a network.
+
+Knobs   task, seed
+Writes  data/task/{sft,preferences,prompts,heldout}.jsonl: questions that occur once in all of them; figures
+
+Tokenizing is left to later stages: another model must not make another task.
+"""
+
+import json
+from pathlib import Path
+
+import click
+
+from stages.core.task import generate
+from stages.knobs.prepare_task import Knobs
+from stages.store.common import params
+from stages.store.common.command import Stage, say
+from stages.store.common.files import replacing
+from stages.store.common.metrics import write_json
+
+
+@click.command(cls=Stage)
+@click.option("--out", type=click.Path(path_type=Path), required=True)
+@click.option("--figures", type=click.Path(path_type=Path), required=True)
+def prepare_task(out: Path, figures: Path) -> None:
+    """Generate the rows of the embedded task."""
+    knobs = params.load(Knobs)
+    task = knobs.task
+    sizes = {
+        "heldout": task.heldout_rows,
+        "prompts": task.prompt_rows,
+        "preferences": task.preference_rows,
+        "sft": task.sft_rows,
+    }
+    sets = generate(task.name, task.config, task.system, sizes, knobs.seed)
+    with replacing(out, folder=True) as folder:
+        for name, rows in sets.items():
+            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+                file.writelines(lines)
+    found = {f"{name}_rows": len(rows) for name, rows in sets.items()}
+    write_json(figures, found)
+    say(found, task=task.name)
+
+
+if __name__ == "__main__":
+    prepare_task()

@@ -1,0 +1,158 @@
+"""Stage `rollout`: sample completions from the policy that a round starts with.
+
+Reads   prompts (the task's, or what prompts.dataset names), the policy folder
+Knobs   sampling, prompts, the reward rules, seed, device, precision, threads, attention
+Writes  data/rollouts/round-k.parquet, one row per completion (store/tables.py: ROLLOUTS), figures
+
+Reference log-probs, model rewards and advantages come later: a new reward model or clip must not resample text.
+"""
+
+import sys
+from pathlib import Path
+
+import click
+
+from stages.core.errors import InputError
+from stages.core.models.compute import accelerator as make_accelerator
+from stages.core.rollouts.engine import Engine, Prompt
+from stages.core.rollouts.rewards import Rules, find_verifier
+from stages.core.rollouts.sampling import Sampling
+from stages.knobs.rollout import Knobs
+from stages.store.checkpoints import load_policy, load_trainer
+from stages.store.common import params
+from stages.store.common.command import Stage, progress, say
+from stages.store.common.metrics import write_json
+from stages.store.sources.prompts import context_limit, load_prompts
+from stages.store.sources.tokenizers import load_tokenizer
+from stages.store.tables import ROLLOUTS, write_table
+
+
+@click.command(cls=Stage)
+@click.option("--round", "round_number", type=click.IntRange(min=1), required=True)
+@click.option("--policy", type=click.Path(path_type=Path), required=True)
+@click.option("--task", type=click.Path(path_type=Path), required=True)
+@click.option("--source", type=click.Path(path_type=Path), required=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True)
+@click.option("--figures", type=click.Path(path_type=Path), required=True)
+def rollout(
+    round_number: int, policy: Path, task: Path, source: Path, out: Path, figures: Path
+) -> None:
+    """Sample one round of completions."""
+    knobs = params.load(Knobs)
+    sys.path.insert(0, str(source))
+    rules = make_rules(knobs)
+    accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
+    tokenizer = load_tokenizer(policy)
+    model = load_policy(policy, knobs.attention, accelerator.device)
+    limit = min(knobs.prompts.max_length, context_limit(model, knobs.max_new_tokens))
+    prompts, intake = load_prompts(knobs.prompts, task, tokenizer, limit, knobs.seed)
+    engine = make_engine(model, tokenizer, rules, knobs)
+    start = load_trainer(policy).prompt_cursor
+    tally = Tally()
+    with accelerator.autocast():
+        rows = engine.rows(
+            prompts, round_number, start, knobs.prompts_per_step, knobs.dynamic_sampling
+        )
+        total = knobs.prompts_per_step * knobs.num_rollouts
+        rows = tally.watch(progress(rows, f"rollout {round_number}", total))
+        provenance = {"stage": "rollout", "round": round_number, "prompt_cursor": None}
+        write_table(
+            out, ROLLOUTS, rows, lambda: provenance | {"prompt_cursor": engine.counts.cursor}
+        )
+    counts = engine.counts
+    if not counts.kept:
+        out.unlink()
+        raise InputError(
+            f"round {round_number}: all {counts.tried} groups were dropped by dynamic_sampling: their"
+            " completions are all right or all wrong; raise dynamic_sampling or num_rollouts"
+        )
+    if counts.kept < knobs.prompts_per_step:
+        click.echo(
+            f"short buffer: {counts.kept} of {knobs.prompts_per_step} groups after {counts.tried} tries"
+        )
+    found = tally.figures() | {
+        "groups_kept": counts.kept,
+        "groups_dropped": counts.dropped,
+        "groups_tried": counts.tried,
+        "prompts": intake.figures(),
+    }
+    write_json(figures, found)
+    say(found, round=round_number)
+
+
+def make_rules(knobs) -> Rules:
+    """The reward rules of the knobs; patterns are checked before any model loads."""
+    verify = find_verifier(knobs.verifier, knobs.verifier_pattern)
+    if knobs.overlong_buffer > knobs.max_new_tokens:
+        raise InputError(
+            f"params.yaml: overlong_buffer: found {knobs.overlong_buffer}, expected at most"
+            f" max_new_tokens ({knobs.max_new_tokens})"
+        )
+    return Rules(verify, knobs.format_pattern, knobs.max_new_tokens, knobs.overlong_buffer)
+
+
+def make_engine(model, tokenizer, rules: Rules, knobs) -> Engine:
+    """The rollout engine over one policy."""
+
+    def rewards(prompt: Prompt, text: str, ids) -> dict:
+        try:
+            return rules.components(text, len(ids), prompt.answer, prompt.entry)
+        except Exception as error:
+            raise InputError(
+                f"prompt {prompt.index}: the verifier {knobs.verifier!r} raised {error!r} on {text!r}"
+            ) from error
+
+    stops = model.generation_config.eos_token_id
+    return Engine(
+        policy=model,
+        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        sampling=Sampling(
+            knobs.temperature,
+            knobs.top_p,
+            knobs.top_k,
+            knobs.min_p,
+            knobs.max_new_tokens,
+            tuple([stops] if isinstance(stops, int) else stops),
+        ),
+        num_rollouts=knobs.num_rollouts,
+        batch_size=knobs.rollout_batch_size,
+        rewards=rewards,
+        seed=knobs.seed,
+    )
+
+
+class Tally:
+    """Means over the rows that pass by."""
+
+    def __init__(self):
+        self.count = self.tokens = self.finished = 0
+        self.sums: dict[str, float] = {}
+        self.known: dict[str, int] = {}
+        self.right = 0
+
+    def watch(self, rows):
+        for row in rows:
+            self.count += 1
+            self.tokens += len(row["completion_ids"])
+            self.finished += row["finished"]
+            for name in ("reward_correctness", "reward_format", "reward_length"):
+                if row[name] is not None:
+                    self.sums[name] = self.sums.get(name, 0.0) + row[name]
+                    self.known[name] = self.known.get(name, 0) + 1
+            self.right += row["reward_correctness"] == 1.0
+            yield row
+
+    def figures(self) -> dict:
+        """completions, accuracy (share scored exactly 1), length in tokens, finished share, component means."""
+        count = max(1, self.count)
+        return {
+            "completions": self.count,
+            "tokens": self.tokens,
+            "accuracy": self.right / count,
+            "length": self.tokens / count,
+            "finished": self.finished / count,
+        } | {name: self.sums[name] / self.known[name] for name in self.sums}
+
+
+if __name__ == "__main__":
+    rollout()

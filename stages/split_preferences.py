@@ -1,0 +1,54 @@
+"""Stage `split_preferences`: hold out some prompts for the validation of the reward model.
+
+Reads   data/preferences/pairs.parquet
+Knobs   preferences.validation_share, seed
+Writes  data/preferences/{train,validation}.parquet (store/tables.py: PAIRS), figures
+
+All pairs of a prompt go to one side, chosen by a hash of the prompt's ids: reordering the rows, or adding
+some, moves no other prompt.
+"""
+
+from pathlib import Path
+
+import click
+
+from stages.core.errors import InputError
+from stages.core.randomness import derive
+from stages.knobs.split_preferences import Knobs
+from stages.store.common import params
+from stages.store.common.command import Stage, say
+from stages.store.common.metrics import write_json
+from stages.store.tables import PAIRS, iterate_rows, write_table
+
+
+@click.command(cls=Stage)
+@click.option("--pairs", type=click.Path(path_type=Path), required=True)
+@click.option("--train", type=click.Path(path_type=Path), required=True)
+@click.option("--validation", type=click.Path(path_type=Path), required=True)
+@click.option("--figures", type=click.Path(path_type=Path), required=True)
+def split_preferences(pairs: Path, train: Path, validation: Path, figures: Path) -> None:
+    """Split pairs by prompt."""
+    knobs = params.load(Knobs)
+    share = knobs.preferences.validation_share
+
+    def held_out(row: dict) -> bool:
+        return derive(knobs.seed, "split_preferences", *row["prompt_ids"]) < share * 2**63
+
+    counts = {}
+    for path, side in ((train, False), (validation, True)):
+        rows = (row for row in iterate_rows(pairs, PAIRS) if held_out(row) is side)
+        counts[path.stem] = write_table(path, PAIRS, rows, {"stage": "split_preferences"})
+    if not all(counts.values()):
+        for path in (train, validation):
+            path.unlink()
+        raise InputError(
+            f"{pairs}: a validation_share of {share} leaves {counts}; expected pairs on both sides:"
+            " bring pairs of more prompts, or change preferences.validation_share"
+        )
+    found = {f"{name}_pairs": count for name, count in counts.items()}
+    write_json(figures, found)
+    say(found)
+
+
+if __name__ == "__main__":
+    split_preferences()

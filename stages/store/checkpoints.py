@@ -1,0 +1,216 @@
+"""Model folders: Hugging Face files, float32 safetensors, and beside a policy what training continues from.
+
+Nothing here unpickles. A folder is written whole or not at all.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+from transformers.utils import logging
+
+from stages.core.errors import InputError
+from stages.core.models.forward import check_head
+from stages.store.common.files import replacing
+from stages.store.common.metrics import read_json, write_json
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+
+
+def check_folder(folder: Path) -> None:
+    """Raise InputError unless the folder holds a config and safetensors weights, and no pickle."""
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder}: no config.json; expected a Hugging Face model folder")
+    weights = ("model.safetensors", "model.safetensors.index.json")
+    if not any((folder / name).is_file() for name in weights):
+        found = [p.name for pattern in PICKLES for p in folder.glob(pattern)]
+        also = f" (found {', '.join(sorted(found))}, and pickles are never read)" if found else ""
+        raise InputError(f"{folder}: no model.safetensors{also}; expected safetensors weights")
+
+
+def load_policy(folder: Path, attention: str, device: torch.device) -> PreTrainedModel:
+    """A causal language model in float32 and evaluation mode."""
+    check_folder(folder)
+    config = AutoConfig.from_pretrained(folder)
+    if not any("CausalLM" in name or "LMHead" in name for name in config.architectures or []):
+        raise InputError(
+            f"{folder}: architecture {config.architectures}, expected a causal language model"
+        )
+    policy = _load(AutoModelForCausalLM, folder, attention, device)
+    try:
+        check_head(policy)
+    except ValueError as error:
+        raise InputError(f"{folder}: {error}") from error
+    return policy
+
+
+def load_foreign(source: str, revision: str | None, trust_remote_code: bool):
+    """Model (float32) and tokenizer from a hub id, a local folder or a GGUF file."""
+    path, options = Path(source), {}
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise InputError(f"params.yaml: model.source: no such file {source}")
+        options = {"gguf_file": path.name}
+        source = str(path.parent)
+    elif path.is_dir():
+        check_folder(path)
+    options |= {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise InputError(f"params.yaml: model.source: cannot load {source!r}: {error}") from error
+    return model, tokenizer
+
+
+def load_scorer(folder: Path, attention: str, device: torch.device) -> PreTrainedModel:
+    """A reward model or critic, with its one-value head `score`, in float32 and evaluation mode.
+
+    A folder without that head (a plain language model) is refused: its head would be random.
+    """
+    check_folder(folder)
+    with_head = [
+        name
+        for file in folder.glob("*.safetensors")
+        for name in _names(file)
+        if name == "score.weight"
+    ]
+    if not with_head:
+        raise InputError(f"{folder}: no weight 'score.weight'; expected a reward model or critic")
+    scorer = _load(AutoModelForSequenceClassification, folder, attention, device)
+    if scorer.config.num_labels != 1:
+        raise InputError(f"{folder}: {scorer.config.num_labels} labels, expected one score")
+    return scorer
+
+
+def new_scorer(
+    folder: Path, attention: str, device: torch.device, zero_head: bool = False
+) -> PreTrainedModel:
+    """A scorer on a language model's weights, with a new head: from the global generator, or 0."""
+    check_folder(folder)
+    scorer = _load(AutoModelForSequenceClassification, folder, attention, device, num_labels=1)
+    if not isinstance(getattr(scorer, "score", None), nn.Linear):
+        raise InputError(
+            f"{folder}: {type(scorer).__name__} has no linear head `score`; expected an architecture"
+            " whose sequence classifier has one (Llama, Qwen, Mistral, Gemma, GPT-2, ...)"
+        )
+    if zero_head:
+        nn.init.zeros_(scorer.score.weight)
+    return scorer
+
+
+def _names(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as weights:
+        return list(weights.keys())
+
+
+def _load(auto, folder: Path, attention: str, device, **config) -> PreTrainedModel:
+    model = auto.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=attention, use_safetensors=True, **config
+    )
+    return model.to(device).eval()
+
+
+def save_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
+    """Write model and tokenizer into an existing folder, as `from_pretrained` reads them."""
+    if model.get_input_embeddings().num_embeddings < len(tokenizer):
+        raise InputError(
+            f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model embeds only"
+            f" {model.get_input_embeddings().num_embeddings}"
+        )
+    model.config.pad_token_id = tokenizer.pad_token_id
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@dataclass
+class TrainerState:
+    """What a round continues from: counters, optimizer states by name, and the critic's folder."""
+
+    step: int = 0
+    prompt_cursor: int = 0
+    rounds: list[int] = field(default_factory=list)
+    critic: Path | None = None
+    optimizers: dict[str, Path] = field(default_factory=dict)
+
+
+def load_trainer(policy: Path) -> TrainerState:
+    """The trainer state beside a policy; a fresh one where the folder has none (models/sft)."""
+    folder = policy / "trainer"
+    if not folder.is_dir():
+        return TrainerState()
+    counters = read_json(folder / "state.json")
+    critic = folder / "critic"
+    return TrainerState(
+        step=counters["step"],
+        prompt_cursor=counters["prompt_cursor"],
+        rounds=counters["rounds"],
+        critic=critic if critic.is_dir() else None,
+        optimizers={p.stem: p for p in sorted(folder.glob("*.safetensors"))},
+    )
+
+
+def save_policy(
+    folder: Path,
+    policy: PreTrainedModel,
+    tokenizer,
+    state: TrainerState,
+    optimizers: dict[str, tuple[torch.optim.Optimizer, nn.Module]],
+    critic: PreTrainedModel | None,
+) -> None:
+    """Write a policy with `trainer/` beside it: state.json, <name>.safetensors, critic/."""
+    with replacing(folder, folder=True) as temporary:
+        save_model(temporary, policy, tokenizer)
+        trainer = temporary / "trainer"
+        trainer.mkdir()
+        counters = {
+            "step": state.step,
+            "prompt_cursor": state.prompt_cursor,
+            "rounds": state.rounds,
+        }
+        write_json(trainer / "state.json", counters)
+        for name, (optimizer, model) in optimizers.items():
+            save_optimizer(trainer / f"{name}.safetensors", optimizer, model)
+        if critic is not None:
+            (trainer / "critic").mkdir()
+            save_model(trainer / "critic", critic, tokenizer)
+
+
+def save_optimizer(path: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Write an optimizer's state as tensors named `<parameter>/<entry>`."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        for entry, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{name}/{entry}"] = value.detach().cpu().contiguous()
+    save_file(tensors, path)
+
+
+def load_optimizer(path: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Fill an optimizer's state from `save_optimizer`'s file; InputError where it does not fit."""
+    parameters = dict(model.named_parameters())
+    with safe_open(path, framework="pt") as tensors:
+        for key in tensors.keys():
+            name, _, entry = key.rpartition("/")
+            value = tensors.get_tensor(key)
+            parameter = parameters.get(name)
+            if parameter is None or value.ndim and value.shape != parameter.shape:
+                expected = None if parameter is None else tuple(parameter.shape)
+                raise InputError(f"{path}: {key} is {tuple(value.shape)}, expected {expected}")
+            if value.ndim:
+                value = value.to(parameter.device)
+            optimizer.state[parameter][entry] = value

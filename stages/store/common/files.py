@@ -1,0 +1,48 @@
+"""Writing so that a killed or failed stage leaves nothing that a later stage accepts.
+
+Every output is written to a sibling whose name starts with a dot and then renamed over the old one, so that an old output is
+never written through (it may be a read-only link into the DVC cache) and a half-written one never has its final name.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path, folder: bool = False) -> Iterator[Path]:
+    """Yield a temporary sibling of `path` to write to; rename it to `path` if the block ends well.
+
+    With `folder` the sibling is a new empty folder. What killed runs left under the same name is removed first.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.partial")
+    remove(temporary)
+    if folder:
+        temporary.mkdir()
+    try:
+        yield temporary
+        flush(temporary)
+        if folder:
+            remove(path)
+        os.replace(temporary, path)
+    except BaseException:
+        remove(temporary)
+        raise
+
+
+def flush(path: Path) -> None:
+    """Force the bytes of a file, or of every file in a folder, to disk: a rename must not outrun them."""
+    for file in [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]:
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link (never what it points to) or a folder; nothing there is fine."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

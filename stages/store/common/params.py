@@ -1,0 +1,133 @@
+"""params.yaml: read as DVC reads it, and all of it validated before a stage does anything.
+
+Whichever stage runs first checks the knobs of every stage, so that a bad clip range is found before hours of
+SFT. The knobs of other stages are imported for that check alone: it can stop a stage, never change
+what it writes, so they are no dependency of it in dvc.yaml.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TypeVar, get_type_hints
+
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+import stages.knobs
+from stages.core.errors import InputError
+from stages.knobs.base import Section
+
+PARAMS = Path("params.yaml")
+K = TypeVar("K", bound=Section)
+
+
+def load(knobs: type[K], path: Path = PARAMS) -> K:
+    """Validate the whole of params.yaml and return the knobs of one stage.
+
+    Raises `InputError` with one line for every missing, unknown, mistyped or out-of-range key.
+    """
+    values = read(path)
+    problems = list(_unknown(values, path))
+    for section in all_knobs().values():
+        problems += _problems(section, values)
+    if problems:
+        lines = [f"{path}: {problem}" for problem in dict.fromkeys(problems)]
+        raise InputError("\n  ".join(["bad parameters", *lines]))
+    return knobs.model_validate(_select(knobs, values))
+
+
+def read(path: Path = PARAMS) -> dict:
+    """Read YAML 1.2: 1e-5 is a number and no is text, as for DVC itself."""
+    try:
+        values = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: missing; run from the folder that holds params.yaml") from error
+    except YAMLError as error:
+        raise InputError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: expected a mapping of knobs, found {type(values).__name__}")
+    return values
+
+
+def all_knobs() -> dict[str, type[Section]]:
+    """Stage name -> its `Knobs`, for every module of stages/knobs."""
+    found = {}
+    for module in pkgutil.iter_modules(stages.knobs.__path__):
+        if module.name != "base":
+            found[module.name] = importlib.import_module(f"stages.knobs.{module.name}").Knobs
+    return found
+
+
+def keys(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Dotted keys that a class of knobs reads: `seed`, `sft.lr`."""
+    for name, kind in get_type_hints(section).items():
+        if name not in section.model_fields:
+            continue
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield from keys(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _select(section: type[Section], values: dict) -> dict:
+    """The part of params.yaml that a class of knobs reads."""
+    chosen = {}
+    for name, field in section.model_fields.items():
+        if name not in values:
+            continue
+        nested = isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+        is_mapping = isinstance(values[name], dict)
+        chosen[name] = (
+            _select(field.annotation, values[name]) if nested and is_mapping else values[name]
+        )
+    return chosen
+
+
+def _problems(section: type[Section], values: dict) -> Iterator[str]:
+    try:
+        section.model_validate(_select(section, values))
+    except ValidationError as error:
+        for item in error.errors():
+            key = ".".join(str(part) for part in item["loc"] if part in _names(section))
+            message = item["msg"].removeprefix("Value error, ")
+            if item["type"] == "missing":
+                yield f"{key}: missing. {_description(section, key)}"
+            elif not key:
+                yield message
+            else:
+                found = "" if item["type"] == "value_error" else f"found {item['input']!r}; "
+                yield f"{key}: {found}{message}. {_description(section, key)}".rstrip()
+
+
+def _names(section: type[Section]) -> set[str]:
+    return {part for key in keys(section) for part in key.split(".")}
+
+
+def _description(section: type[Section], key: str) -> str:
+    head, _, rest = key.partition(".")
+    field = section.model_fields[head]
+    if rest and isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+        return _description(field.annotation, rest)
+    return field.description or ""
+
+
+def _unknown(values: dict, path: Path) -> Iterator[str]:
+    known = {key for section in all_knobs().values() for key in keys(section)}
+
+    def walk(mapping: dict, prefix: str) -> Iterator[str]:
+        for name, value in mapping.items():
+            key = f"{prefix}{name}"
+            if key in known:
+                continue
+            if any(other.startswith(f"{key}.") for other in known):
+                if isinstance(value, dict):
+                    yield from walk(value, f"{key}.")
+                continue
+            close = get_close_matches(key, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            yield f"{key}: no stage knows this key{hint}"
+
+    return walk(values, "")

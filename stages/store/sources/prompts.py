@@ -1,0 +1,47 @@
+"""Prompts to sample from: read, rendered and tokenized, with what the reward rules need."""
+
+from pathlib import Path
+
+from stages.core.errors import InputError
+from stages.core.rollouts.engine import Prompt
+from stages.core.text.chat import encode_prompts
+from stages.core.text.messages import Dropped
+from stages.knobs.base import Source
+from stages.store.sources.inputs import Intake, batches, open_source, usable
+
+
+def load_prompts(
+    source: Source, task_file: Path, tokenizer, max_length: int, seed: int
+) -> tuple[list[Prompt], Intake]:
+    """Knobs of a source -> its prompts of at most `max_length` ids; others are dropped and counted."""
+    name, rows = open_source("prompts", source, task_file, seed)
+    intake, prompts = Intake(name), []
+    for batch in batches(rows):
+        numbers, kept = usable(batch, intake)
+        ids = encode_prompts(tokenizer, [row.messages for row in kept])
+        for number, row, encoded in zip(numbers, kept, ids, strict=True):
+            if isinstance(encoded, Dropped):
+                intake.drop(number, encoded.reason)
+            elif len(encoded) > max_length:
+                intake.drop(number, f"prompt longer than {max_length} tokens")
+            else:
+                intake.keep()
+                prompts.append(
+                    Prompt(number, encoded, tokenizer.decode(encoded), row.answer, row.entry)
+                )
+    intake.report()
+    if not prompts:
+        raise InputError(f"{name}: no prompt was kept of {intake.rows}")
+    return prompts, intake
+
+
+def context_limit(model, max_new_tokens: int) -> int:
+    """Longest prompt that leaves room for `max_new_tokens` in the model's positions."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is None:
+        return 10**9
+    if positions <= max_new_tokens:
+        raise InputError(
+            f"params.yaml: max_new_tokens: found {max_new_tokens}, but the model has only {positions} positions"
+        )
+    return positions - max_new_tokens

@@ -1,0 +1,71 @@
+"""Stage `tokenize_sft`: from SFT rows to ids and labels.
+
+Reads   SFT rows (the task's, or what sft.dataset names), the tokenizer of models/base
+Knobs   sft (source, max_length, train_on), seed (which rows max_samples keeps)
+Writes  data/sft.parquet (store/tables.py: SFT), figures of rows kept and dropped
+
+Batching and shuffling are left to `train_sft`: another batch size must not tokenize again.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from stages.core.errors import InputError
+from stages.core.text.chat import encode_conversations, encode_texts
+from stages.core.text.messages import Dropped
+from stages.knobs.tokenize_sft import Knobs
+from stages.store.common import params
+from stages.store.common.command import Stage, progress, say
+from stages.store.common.metrics import write_json
+from stages.store.sources.inputs import Intake, batches, open_source, usable
+from stages.store.sources.tokenizers import load_tokenizer
+from stages.store.tables import SFT, write_table
+
+
+@click.command(cls=Stage)
+@click.option("--task", type=click.Path(path_type=Path), required=True)
+@click.option("--base", type=click.Path(path_type=Path), required=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True)
+@click.option("--figures", type=click.Path(path_type=Path), required=True)
+def tokenize_sft(task: Path, base: Path, out: Path, figures: Path) -> None:
+    """Tokenize SFT rows."""
+    knobs = params.load(Knobs)
+    tokenizer = load_tokenizer(base)
+    name, rows = open_source("sft", knobs.sft, task, knobs.seed)
+    intake = Intake(name)
+    totals = {"tokens": 0, "trained_tokens": 0, "truncated": 0, "masked_by_offsets": 0}
+    encoded = encode(tokenizer, progress(rows, "tokenize"), knobs.sft, intake, totals)
+    write_table(out, SFT, encoded, {"stage": "tokenize_sft", "source": name})
+    intake.report()
+    if not intake.kept:
+        raise InputError(f"{name}: no row was kept of {intake.rows}")
+    write_json(figures, intake.figures() | totals)
+    say(intake.figures() | totals)
+
+
+def encode(tokenizer, rows, sft, intake: Intake, totals: dict) -> Iterator[dict]:
+    """Canonical rows -> rows of the table, a batch of 1000 at a time; counts on the way."""
+    for batch in batches(rows):
+        numbers, kept = usable(batch, intake)
+        texts = [row.text for row in kept]
+        if any(text is not None for text in texts):
+            results = encode_texts(tokenizer, texts, sft.max_length)
+        else:
+            conversations = [row.messages for row in kept]
+            results = encode_conversations(tokenizer, conversations, sft.train_on, sft.max_length)
+        for number, result in zip(numbers, results, strict=True):
+            if isinstance(result, Dropped):
+                intake.drop(number, result.reason)
+                continue
+            intake.keep()
+            totals["tokens"] += len(result.input_ids)
+            totals["trained_tokens"] += sum(label != -100 for label in result.labels)
+            totals["truncated"] += result.truncated
+            totals["masked_by_offsets"] += result.route == "offsets"
+            yield {"input_ids": result.input_ids, "labels": result.labels}
+
+
+if __name__ == "__main__":
+    tokenize_sft()

@@ -1,0 +1,156 @@
+"""Stage `train_rm`: a Bradley-Terry reward model on the SFT model's weights.
+
+Reads   data/preferences/{train,validation}.parquet, models/sft
+Knobs   rm, seed, nonfinite, device, precision, threads, attention
+Writes  models/rm (a sequence classifier with one label), a curve by step, figures on the validation pairs
+
+What a score counts in the reward is left to `score`.
+"""
+
+from pathlib import Path
+
+import click
+import torch
+
+from stages.core.models.compute import accelerator as make_accelerator
+from stages.core.preferences import (
+    bradley_terry_loss,
+    calibration_error,
+    preference_accuracy,
+    tie_share,
+)
+from stages.core.randomness import seed_everything
+from stages.core.reward_model import scores
+from stages.core.training.batching import plan_epoch
+from stages.core.training.steps import adamw, check_weights, chunks, ema, rate_of_update, update
+from stages.knobs.train_rm import Knobs
+from stages.store.checkpoints import new_scorer, save_model
+from stages.store.common import params
+from stages.store.common.command import Stage, progress, say
+from stages.store.common.files import replacing
+from stages.store.common.metrics import write_curve, write_json
+from stages.store.sources.tokenizers import load_tokenizer
+from stages.store.tables import PAIRS, random_access
+
+
+@click.command(cls=Stage)
+@click.option("--train", "train_path", type=click.Path(path_type=Path), required=True)
+@click.option("--validation", type=click.Path(path_type=Path), required=True)
+@click.option("--sft", type=click.Path(path_type=Path), required=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True)
+@click.option("--curve", type=click.Path(path_type=Path), required=True)
+@click.option("--figures", type=click.Path(path_type=Path), required=True)
+def train_rm(
+    train_path: Path, validation: Path, sft: Path, out: Path, curve: Path, figures: Path
+) -> None:
+    """Train the reward model and validate it on held-out prompts."""
+    knobs = params.load(Knobs)
+    with random_access(train_path, PAIRS) as rows, random_access(validation, PAIRS) as held_out:
+        accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
+        seed_everything(knobs.seed, "train_rm", "head")
+        scorer = new_scorer(sft, knobs.attention, accelerator.device)
+        steps = train(accelerator, scorer, rows, knobs)
+        check_weights(scorer, "models/rm")
+        with accelerator.autocast():
+            found = validate(scorer, held_out, knobs.rm)
+    with replacing(out, folder=True) as folder:
+        save_model(folder, scorer, load_tokenizer(sft))
+    write_curve(curve, steps)
+    found |= {"steps": len(steps), "skipped": sum(step["skipped"] for step in steps)}
+    write_json(figures, found)
+    say(found)
+
+
+def train(accelerator, scorer, rows, knobs: Knobs) -> list[dict]:
+    """All epochs; returns one row of figures per optimizer step."""
+    rm = knobs.rm
+    plan = [
+        step
+        for epoch in range(rm.epochs)
+        for step in plan_epoch(
+            pair_lengths(rows),
+            rm.train_batch_size,
+            rm.batch_acc,
+            rm.drop_last,
+            knobs.seed,
+            "train_rm",
+            epoch,
+        )
+    ]
+    optimizer = adamw(scorer, rm.lr, rm.weight_decay)
+    seed_everything(knobs.seed, "train_rm", "dropout")
+    scorer.train()
+    records, average = [], None
+    bar = progress(plan, "reward model")
+    for done, step in enumerate(bar):
+        batches = [[rows[i] for i in batch] for batch in step]
+        count = sum(map(len, batches))
+        lr = rate_of_update(done, rm.lr, rm.warmup_steps, len(plan))
+        right: list[int] = []
+        with accelerator.autocast():
+            shares = (loss_share(scorer, batch, count, rm.centering, right) for batch in batches)
+            result = update(
+                accelerator, scorer, optimizer, shares, lr, rm.max_norm, knobs.nonfinite
+            )
+        average = ema(average, result.loss)
+        records.append(
+            {
+                "step": done + 1,
+                "loss": result.loss,
+                "loss_ema": average,
+                "accuracy": sum(right) / count,
+                "lr": lr,
+                "grad_norm": result.grad_norm,
+                "pairs": count,
+                "skipped": result.skipped,
+            }
+        )
+        bar.set_postfix(loss=f"{average:.3f}", refresh=False)
+    scorer.eval()
+    return records
+
+
+def loss_share(scorer, pairs: list[dict], divisor: int, centering: float, right: list[int]):
+    """(B pairs) -> scalar: summed Bradley-Terry loss / divisor; appends the pairs ranked rightly."""
+    chosen, rejected = pair_scores(scorer, pairs)
+    margin = torch.tensor([pair["margin"] for pair in pairs], device=chosen.device)
+    right.append(int((chosen > rejected).sum()))
+    return bradley_terry_loss(chosen, rejected, margin, centering).sum() / divisor
+
+
+def pair_scores(scorer, pairs: list[dict]):
+    """(B pairs) -> scores (B,) of the chosen and (B,) of the rejected answers, in one forward pass."""
+    prompts = [pair["prompt_ids"] for pair in pairs] * 2
+    answers = [pair[side] for side in ("chosen_ids", "rejected_ids") for pair in pairs]
+    return scores(scorer, prompts, answers).chunk(2)
+
+
+def pair_lengths(rows) -> list[int]:
+    """Tokens of prompt and longer answer of each pair, by which pairs are batched."""
+    sides = (rows.lengths(name) for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
+    return [prompt + max(chosen, rejected) for prompt, chosen, rejected in zip(*sides, strict=True)]
+
+
+@torch.no_grad()
+def validate(scorer, rows, rm) -> dict:
+    """Accuracy (a tie is a miss), ties, loss without centring, mean gap, calibration error on held-out prompts."""
+    parts = [
+        pair_scores(scorer, [rows[i] for i in batch])
+        for batch in chunks(list(range(len(rows))), rm.train_batch_size)
+    ]
+    chosen, rejected = (torch.cat(side).cpu() for side in zip(*parts, strict=True))
+    margin = torch.tensor([rows[i]["margin"] for i in range(len(rows))])
+    return {
+        "validation_accuracy": preference_accuracy(chosen, rejected),
+        "validation_ties": tie_share(chosen, rejected),
+        "validation_loss": bradley_terry_loss(chosen, rejected, margin, 0.0).mean().item(),
+        "validation_margin": (chosen - rejected).mean().item(),
+        "calibration_error": calibration_error(chosen, rejected),
+        "score_mean": torch.cat([chosen, rejected]).mean().item(),
+        "score_std": torch.cat([chosen, rejected]).std().item(),
+        "validation_pairs": len(rows),
+    }
+
+
+if __name__ == "__main__":
+    train_rm()

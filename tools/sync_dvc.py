@@ -1,0 +1,98 @@
+"""Derive from the code what dvc.yaml must declare, and write it there.
+
+    python tools/sync_dvc.py            # say what differs
+    python tools/sync_dvc.py --write    # mend it
+
+For each stage: the modules that its script imports, at any depth (a folder stands for all modules in it when
+the script imports every one), and the keys of its `Knobs`. Data, outs and comments stay as they are.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+
+def imported_modules(script: Path, root: Path = ROOT) -> set[Path]:
+    """The script and every module of stages/ that it imports, at any depth, inside functions too."""
+    found, waiting = set(), [script]
+    while waiting:
+        path = waiting.pop()
+        if path in found:
+            continue
+        found.add(path)
+        for name in _imports(ast.parse(path.read_text(encoding="utf-8"))):
+            module = root / (name.replace(".", "/") + ".py")
+            if module.is_file():
+                waiting.append(module)
+    return found
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def code_dependencies(script: Path, root: Path = ROOT) -> list[str]:
+    """Sorted paths for `deps`: folders whose modules are all imported, and single modules."""
+    modules = imported_modules(script, root)
+    paths = set()
+    for module in modules:
+        folder = module.parent
+        inside = set(folder.rglob("*.py"))
+        whole = folder != root / "stages" and inside <= modules and len(inside) > 1
+        paths.add(folder if whole else module)
+    outermost = [path for path in paths if not paths & set(path.parents)]
+    return sorted(str(path.relative_to(root)) for path in outermost)
+
+
+def script_of(stage: dict) -> str:
+    """Name of the script that a stage of dvc.yaml runs: `python -m stages.<name> ...`."""
+    return stage["cmd"].split("-m stages.")[1].split()[0]
+
+
+def derived(stage: dict, root: Path = ROOT) -> tuple[list[str], list[str]]:
+    """A stage of dvc.yaml -> the deps and params that it must have; its data deps come first."""
+    from stages.store.common.params import all_knobs, keys
+
+    script = script_of(stage)
+    data = [dep for dep in stage["deps"] if not dep.startswith("stages/")]
+    code = code_dependencies(root / "stages" / f"{script}.py", root)
+    return data + code, sorted(keys(all_knobs()[script]))
+
+
+def bodies(document: dict) -> Iterator[tuple[str, dict]]:
+    """(name, stage) of dvc.yaml, what stands under `do` for stages with foreach."""
+    for name, stage in document["stages"].items():
+        yield name, stage.get("do", stage)
+
+
+def main() -> None:
+    from ruamel.yaml import YAML
+
+    yaml, path = YAML(), ROOT / "dvc.yaml"
+    yaml.width = 4096
+    yaml.indent(mapping=2, sequence=2, offset=0)
+    document = yaml.load(path.read_text(encoding="utf-8"))
+    differs = False
+    for name, stage in bodies(document):
+        deps, params = derived(stage)
+        for key, wanted in (("deps", deps), ("params", params)):
+            if list(stage[key]) != wanted:
+                differs = True
+                print(f"{name}: {key}: {sorted(set(wanted) ^ set(stage[key]))}")
+                stage[key] = wanted
+    if differs and "--write" in sys.argv:
+        yaml.dump(document, path)
+    raise SystemExit(1 if differs and "--write" not in sys.argv else 0)
+
+
+if __name__ == "__main__":
+    main()
