@@ -2,7 +2,7 @@
 
 Reads   a policy folder, held-out prompts (the task's, or what evaluate.dataset names)
 Knobs   evaluate, max_new_tokens, verifier, seed, device, precision, threads, attention
-Writes  the answers, one greedy and some sampled for each prompt (store/tables.py: EVALUATIONS), figures
+Writes  the answers, one greedy and some sampled a prompt (store/tables.py: EVALUATIONS), figures
 
 Every policy is asked with the same random draws: what differs between two rounds is the policy.
 """
@@ -14,15 +14,16 @@ import click
 import torch
 
 from stages.core.models.compute import accelerator as make_accelerator
+from stages.core.rollouts.engine import Prompt
 from stages.core.rollouts.rewards import Rules, find_verifier
-from stages.core.rollouts.sampling import Sampling, sample, uniforms
+from stages.core.rollouts.sampling import Completion, Sampling, sample, uniforms
 from stages.core.training.steps import chunks
 from stages.knobs.evaluate import Knobs
 from stages.store.checkpoints import load_policy
 from stages.store.common import params
 from stages.store.common.command import Stage, progress, say
 from stages.store.common.metrics import write_json
-from stages.store.sources.prompts import context_limit, load_prompts
+from stages.store.sources.prompts import context_limit, load_prompts, reward_columns
 from stages.store.sources.tokenizers import load_tokenizer
 from stages.store.tables import EVALUATIONS, write_table
 
@@ -81,14 +82,16 @@ def answer_rows(model, tokenizer, verify, prompts, knobs: Knobs):
         for place, i in enumerate(numbers):
             answers = [greedy[place], *sampled[place * count : (place + 1) * count]]
             for number, completion in enumerate(answers):
-                yield answer_row(tokenizer, rules, prompts[i], number, completion)
+                yield answer_row(tokenizer, rules, knobs.verifier, prompts[i], number, completion)
 
 
-def answer_row(tokenizer, rules: Rules, prompt, number: int, completion) -> dict:
+def answer_row(
+    tokenizer, rules: Rules, verifier: str, prompt: Prompt, number: int, completion: Completion
+) -> dict:
     """A row of the table; answer number 0 is the greedy one."""
     text = tokenizer.decode(completion.ids, skip_special_tokens=True)
-    score = rules.components(text, len(completion.ids), prompt.answer, prompt.entry)
-    score = score["reward_correctness"]
+    columns = reward_columns(rules, verifier, prompt, text, len(completion.ids))
+    score = columns["reward_correctness"]
     return {
         "prompt_index": prompt.index,
         "sample": max(0, number - 1),

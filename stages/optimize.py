@@ -1,9 +1,10 @@
 """Stage `optimize`: inner epochs of one objective over a frozen replay buffer.
 
-Reads   data/buffers/round-k.parquet, the policy folder that the round starts from, models/rm (a new critic)
+Reads   data/buffers/round-k.parquet, the policy folder that the round starts from, models/rm (for a
+        new critic)
 Knobs   loss and all that belongs to it, seed, nonfinite, device, precision, threads, attention
-Writes  models/policy/k (with trainer/: optimizer, critic, counters), data/updates/round-k.parquet (what
-        the update did to each completion), a curve by step, figures
+Writes  models/policy/k (with trainer/: optimizer, critic, counters), data/updates/round-k.parquet
+        (what the update did to each completion), a curve by step, figures
 
 The buffer is only read. Sampling again is left to the next round.
 """
@@ -160,7 +161,7 @@ class Learner:
 
 
 def load_learner(start: Path, reward_model: Path, knobs: Knobs, settings, device) -> Learner:
-    """The policy, the critic where the objective needs one, and their optimizers as the last round left them."""
+    """Policy, critic where the objective needs one, optimizers as the last round left them."""
     state = load_trainer(start)
     models = {"policy": load_policy(start, knobs.attention, device), "critic": None}
     if settings.objective.critic:

@@ -1,7 +1,8 @@
 """Stage `prepare_model`: bring the base model into one form, whatever it was.
 
 Knobs   model, seed
-Writes  models/base: a Hugging Face folder in float32 with a fast tokenizer, a pad token, and every stop token named
+Writes  models/base: a Hugging Face folder in float32 with a fast tokenizer, a pad token, and every
+        stop token named
 
 The default is a small random Llama over bytes; a hub id, a local folder or a GGUF file do as well.
 """

@@ -1,7 +1,8 @@
 """Stage `prepare_task`: generate the embedded task with reasoning-gym, without a network.
 
 Knobs   task, seed
-Writes  data/task/{sft,preferences,prompts,heldout}.jsonl: questions that occur once in all of them; figures
+Writes  data/task/{sft,preferences,prompts,heldout}.jsonl: questions that occur once in all of them;
+        figures
 
 Tokenizing is left to later stages: another model must not make another task.
 """
@@ -32,7 +33,7 @@ def prepare_task(out: Path, figures: Path) -> None:
         "preferences": task.preference_rows,
         "sft": task.sft_rows,
     }
-    sets = generate(task.name, task.config, task.system, sizes, knobs.seed)
+    sets = generate(task.name, task.config, task.system, sizes, task.sft_wrong_share, knobs.seed)
     with replacing(out, folder=True) as folder:
         for name, rows in sets.items():
             lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

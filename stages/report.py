@@ -46,7 +46,8 @@ def report(figures: Path, curves: Path, metrics: Path, plots: Path) -> None:
         write_curve(folder / "rm.csv", read_curve(curves / "train_rm.csv"))
         write_curve(folder / "steps.csv", steps_of(curves, rounds))
     last = table[-1]
-    gain = last["accuracy_sampled"] - table[0]["accuracy_sampled"]
+    before, after = table[0]["accuracy_sampled"], last["accuracy_sampled"]
+    gain = None if before is None or after is None else after - before
     say({name: last[name] for name in EVALUATED}, rounds=len(rounds), accuracy_gain=gain)
 
 

@@ -4,7 +4,8 @@ Reads   prompts (the task's, or what prompts.dataset names), the policy folder
 Knobs   sampling, prompts, the reward rules, seed, device, precision, threads, attention
 Writes  data/rollouts/round-k.parquet, one row per completion (store/tables.py: ROLLOUTS), figures
 
-Reference log-probs, model rewards and advantages come later: a new reward model or clip must not resample text.
+Reference log-probs, model rewards and advantages come later: a new reward model or clip must not
+resample text.
 """
 
 import sys
@@ -22,7 +23,7 @@ from stages.store.checkpoints import load_policy, load_trainer
 from stages.store.common import params
 from stages.store.common.command import Stage, progress, say
 from stages.store.common.metrics import write_json
-from stages.store.sources.prompts import context_limit, load_prompts
+from stages.store.sources.prompts import context_limit, load_prompts, reward_columns
 from stages.store.sources.tokenizers import load_tokenizer
 from stages.store.tables import ROLLOUTS, write_table
 
@@ -63,12 +64,13 @@ def rollout(
     if not counts.kept:
         out.unlink()
         raise InputError(
-            f"round {round_number}: all {counts.tried} groups were dropped by dynamic_sampling: their"
-            " completions are all right or all wrong; raise dynamic_sampling or num_rollouts"
+            f"round {round_number}: all {counts.tried} groups were dropped by dynamic_sampling:"
+            " their completions are all right or all wrong; raise dynamic_sampling or num_rollouts"
         )
     if counts.kept < knobs.prompts_per_step:
         click.echo(
-            f"short buffer: {counts.kept} of {knobs.prompts_per_step} groups after {counts.tried} tries"
+            f"short buffer: {counts.kept} of {knobs.prompts_per_step} groups"
+            f" after {counts.tried} tries"
         )
     found = tally.figures() | {
         "groups_kept": counts.kept,
@@ -81,13 +83,8 @@ def rollout(
 
 
 def make_rules(knobs) -> Rules:
-    """The reward rules of the knobs; patterns are checked before any model loads."""
+    """The reward rules of the knobs; the verifier is looked up before any model loads."""
     verify = find_verifier(knobs.verifier, knobs.verifier_pattern)
-    if knobs.overlong_buffer > knobs.max_new_tokens:
-        raise InputError(
-            f"params.yaml: overlong_buffer: found {knobs.overlong_buffer}, expected at most"
-            f" max_new_tokens ({knobs.max_new_tokens})"
-        )
     return Rules(verify, knobs.format_pattern, knobs.max_new_tokens, knobs.overlong_buffer)
 
 
@@ -95,12 +92,7 @@ def make_engine(model, tokenizer, rules: Rules, knobs) -> Engine:
     """The rollout engine over one policy."""
 
     def rewards(prompt: Prompt, text: str, ids) -> dict:
-        try:
-            return rules.components(text, len(ids), prompt.answer, prompt.entry)
-        except Exception as error:
-            raise InputError(
-                f"prompt {prompt.index}: the verifier {knobs.verifier!r} raised {error!r} on {text!r}"
-            ) from error
+        return reward_columns(rules, knobs.verifier, prompt, text, len(ids))
 
     stops = model.generation_config.eos_token_id
     return Engine(
@@ -143,7 +135,7 @@ class Tally:
             yield row
 
     def figures(self) -> dict:
-        """completions, accuracy (share scored exactly 1), length in tokens, finished share, component means."""
+        """Totals, accuracy (share scored exactly 1), mean tokens, finished share, rule means."""
         count = max(1, self.count)
         return {
             "completions": self.count,

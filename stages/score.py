@@ -1,10 +1,13 @@
 """Stage `score`: turn rollouts into the replay buffer.
 
-Reads   data/rollouts/round-k.parquet, models/rm, models/sft (the reference), the policy folder (its critic)
-Knobs   rewards, beta (0: no reference), critic, temperature, score_batch_size, device, precision, threads, attention
+Reads   data/rollouts/round-k.parquet, models/rm, models/sft (the reference), the policy folder (its
+        critic)
+Knobs   rewards, beta (0: no reference), critic, temperature, score_batch_size, device, precision,
+        threads, attention
 Writes  data/buffers/round-k.parquet (store/tables.py: BUFFERS), figures
 
-One model is in memory at a time. What depends on the objective is left to `optimize`: advantages, KL shaping, clip.
+One model is in memory at a time. What depends on the objective is left to `optimize`: advantages,
+KL shaping, clip.
 """
 
 from collections.abc import Callable

@@ -4,8 +4,8 @@ Reads   data/preferences/pairs.parquet
 Knobs   preferences.validation_share, seed
 Writes  data/preferences/{train,validation}.parquet (store/tables.py: PAIRS), figures
 
-All pairs of a prompt go to one side, chosen by a hash of the prompt's ids: reordering the rows, or adding
-some, moves no other prompt.
+All pairs of a prompt go to one side, chosen by a hash of the prompt's ids: reordering the rows, or
+adding some, moves no other prompt.
 """
 
 from pathlib import Path

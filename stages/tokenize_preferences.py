@@ -1,6 +1,6 @@
 """Stage `tokenize_preferences`: from preference rows to pairs of ids.
 
-Reads   preference rows (the task's, or what preferences.dataset names), the tokenizer of models/base
+Reads   preference rows (the task's, or what preferences.dataset names), models/base's tokenizer
 Knobs   preferences (source, max_length), seed (which rows max_samples keeps)
 Writes  data/preferences/pairs.parquet (store/tables.py: PAIRS), figures of rows kept and dropped
 

@@ -2,7 +2,8 @@
 
 Reads   data/preferences/{train,validation}.parquet, models/sft
 Knobs   rm, seed, nonfinite, device, precision, threads, attention
-Writes  models/rm (a sequence classifier with one label), a curve by step, figures on the validation pairs
+Writes  models/rm (a sequence classifier with one label), a curve by step, figures on the validation
+        pairs
 
 What a score counts in the reward is left to `score`.
 """
@@ -111,7 +112,7 @@ def train(accelerator, scorer, rows, knobs: Knobs) -> list[dict]:
 
 
 def loss_share(scorer, pairs: list[dict], divisor: int, centering: float, right: list[int]):
-    """(B pairs) -> scalar: summed Bradley-Terry loss / divisor; appends the pairs ranked rightly."""
+    """(B pairs) -> scalar: summed Bradley-Terry loss / divisor; appends how many rank rightly."""
     chosen, rejected = pair_scores(scorer, pairs)
     margin = torch.tensor([pair["margin"] for pair in pairs], device=chosen.device)
     right.append(int((chosen > rejected).sum()))
@@ -119,7 +120,7 @@ def loss_share(scorer, pairs: list[dict], divisor: int, centering: float, right:
 
 
 def pair_scores(scorer, pairs: list[dict]):
-    """(B pairs) -> scores (B,) of the chosen and (B,) of the rejected answers, in one forward pass."""
+    """(B pairs) -> scores (B,) of the chosen, (B,) of the rejected answers, in one forward pass."""
     prompts = [pair["prompt_ids"] for pair in pairs] * 2
     answers = [pair[side] for side in ("chosen_ids", "rejected_ids") for pair in pairs]
     return scores(scorer, prompts, answers).chunk(2)
@@ -133,7 +134,10 @@ def pair_lengths(rows) -> list[int]:
 
 @torch.no_grad()
 def validate(scorer, rows, rm) -> dict:
-    """Accuracy (a tie is a miss), ties, loss without centring, mean gap, calibration error on held-out prompts."""
+    """Accuracy (a tie is a miss), ties, loss without centring, mean gap and calibration error.
+
+    All are of pairs on held-out prompts.
+    """
     parts = [
         pair_scores(scorer, [rows[i] for i in batch])
         for batch in chunks(list(range(len(rows))), rm.train_batch_size)

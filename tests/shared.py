@@ -1,4 +1,4 @@
-"""Where the material beside the checkout lies: real rows and numbers from peers, neither of them committed."""
+"""Where the material beside the checkout lies: real rows and peers' numbers, neither committed."""
 
 from pathlib import Path
 

@@ -3,8 +3,9 @@
     python tools/sync_dvc.py            # say what differs
     python tools/sync_dvc.py --write    # mend it
 
-For each stage: the modules that its script imports, at any depth (a folder stands for all modules in it when
-the script imports every one), and the keys of its `Knobs`. Data, outs and comments stay as they are.
+For each stage: the modules that its script imports, at any depth (a folder stands for all modules
+in it when the script imports every one), and the keys of its `Knobs`. Data, outs and comments stay
+as they are.
 """
 
 import ast
@@ -17,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def imported_modules(script: Path, root: Path = ROOT) -> set[Path]:
-    """The script and every module of stages/ that it imports, at any depth, inside functions too."""
+    """The script and every module of stages/ it imports, at any depth, inside functions too."""
     found, waiting = set(), [script]
     while waiting:
         path = waiting.pop()

@@ -1,7 +1,7 @@
-"""Every random stream has a name: (seed, stage, round, purpose, ...). Two names never share a stream.
+"""Every random stream has a name, (seed, stage, round, purpose, ...); no two names share a stream.
 
-Streams are derived, not carried along: a round that starts from a saved policy continues exactly where one
-long run would be, and logging or progress bars draw from none of them.
+Streams are derived, not carried along: a round that starts from a saved policy continues exactly
+where one long run would be, and logging or progress bars draw from none of them.
 """
 
 import hashlib

@@ -1,7 +1,8 @@
 """Scores and values: one linear head on the states of a language model's backbone.
 
-Letters: B completions, T completion tokens. A score is in reward-model logits; it is read at the last real
-token, found from lengths and never from pad ids. A critic is the same network read at every state.
+Letters: B completions, T completion tokens. A score is in reward-model logits; it is read at the
+last real token, found from lengths and never from pad ids. A critic is the same network read at
+every state.
 """
 
 from collections.abc import Sequence
@@ -18,8 +19,8 @@ def state_values(
 ) -> tuple[Tensor, Tensor]:
     """(B prompts, B completions) -> values (B, T+1) float32, lengths (B,).
 
-    values[b, t] judges the prompt and t completion tokens; at t = length it is the score of the whole.
-    Places beyond a row's length hold junk.
+    values[b, t] judges the prompt and t completion tokens; at t = length it is the score of the
+    whole. Places beyond a row's length hold junk.
     """
     states = completion_states(scorer.base_model, prompts, completions, read_last=True)
     return scorer.score(states.hidden)[..., 0].float(), states.lengths

@@ -1,4 +1,4 @@
-"""From rollouts to the replay buffer: reward model, reference and critic, one of them in memory at a time.
+"""From rollouts to the replay buffer: reward model, reference and critic, one in memory at a time.
 
 Letters: B completions, T completion tokens.
 """
@@ -17,7 +17,7 @@ from stages.core.reward_model import state_values
 def reference_log_probs(
     reference: PreTrainedModel, rows: Sequence[dict], temperature: float
 ) -> list[list[float]]:
-    """(B rows) -> B lists: the reference's log-probs of the sampled tokens, by the one log-prob rule."""
+    """(B rows) -> B lists: reference log-probs of the sampled tokens, by the one log-prob rule."""
     states = completion_states(
         reference.base_model,
         [row["prompt_ids"] for row in rows],

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: the mean negative log-prob of the labelled tokens.
 
-Letters: B rows, M labelled tokens that are predicted. A label at position 0 is predicted by nothing and does
-not count.
+Letters: B rows, M labelled tokens that are predicted. A label at position 0 is predicted by nothing
+and does not count.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,9 @@ def predicted(labels: Sequence[int]) -> int:
 def loss_share(policy: PreTrainedModel, rows: Sequence[dict], divisor: int) -> Tensor:
     """(B rows of `input_ids`, `labels`) -> scalar: summed loss / divisor, in nats.
 
-    `divisor` is the number of predicted labels of the whole optimizer step, so that shares add up to its token
-    mean. What comes before a row's first label is only read; the head runs where a label is.
+    `divisor` is the number of predicted labels of the whole optimizer step, so that shares add up
+    to its token mean. What comes before a row's first label is only read; the head runs where a
+    label is.
     """
     starts = [first_label(row["labels"]) for row in rows]
     pairs = list(zip(rows, starts, strict=True))

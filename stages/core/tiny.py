@@ -4,6 +4,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
+# A turn's whole header is one token: bytes are for what is said, and prompts become half as long.
+HEADERS = [f"{START}{role}\n" for role in ("system", "user", "assistant")]
 CHATML = (
     "{%- for message in messages -%}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -13,17 +15,18 @@ CHATML = (
 
 
 def byte_tokenizer(max_positions: int) -> PreTrainedTokenizerFast:
-    """One token per byte and three special ones; pad and EOS (the turn end) differ."""
-    names = [PAD, START, END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    """One token per byte, and special ones; pad and EOS (the turn end) differ."""
+    special = [PAD, START, END, *HEADERS]
+    names = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     core = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(names[:3])
+    core.add_special_tokens(special)
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=PAD,
         eos_token=END,
-        additional_special_tokens=[START],
+        additional_special_tokens=[START, *HEADERS],
         chat_template=CHATML,
         model_max_length=max_positions,
         clean_up_tokenization_spaces=False,

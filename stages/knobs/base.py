@@ -1,7 +1,8 @@
 """Knobs: the validated parameters of a stage, and the types that several stages share.
 
-Each stage has one module here with one class `Knobs` that names exactly the keys it reads. Nested classes are
-the sections of params.yaml. No field has a default: params.yaml holds the one default of each.
+Each stage has one module here with one class `Knobs` that names exactly the keys it reads. Nested
+classes are the sections of params.yaml. No field has a default: params.yaml holds the one default
+of each.
 """
 
 from typing import Annotated, Literal
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """A strictly validated, frozen group of knobs: no coercion, no unknown keys, no NaN or infinity."""
+    """A strictly validated, frozen group of knobs: no coercion, unknown keys, NaN or infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -79,7 +80,8 @@ Critic = Annotated[
     ),
 ]
 Verifier = text(
-    "Rule behind reward_correctness: task (the task's own), exact, numeric, regex, or module:function."
+    "Rule behind reward_correctness: task (the task's own), exact, numeric, regex, or"
+    " module:function."
 )
 
 Dataset = text(

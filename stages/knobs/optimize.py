@@ -101,8 +101,8 @@ class Knobs(Compute):
         placement = needs.kl_placement if self.kl_placement == "default" else self.kl_placement
         if self.beta > 0 and placement == "loss" and self.kl_estimator == "k1":
             raise ValueError(
-                "kl_estimator: found 'k1', but the KL goes into the loss, where the expected gradient"
-                " of k1 is 0; expected k2 or k3"
+                "kl_estimator: found 'k1', but the KL goes into the loss, where the expected"
+                " gradient of k1 is 0; expected k2 or k3"
             )
         if not needs.trust_region and self.ppo_epochs > 1 and not self.allow_off_policy:
             raise ValueError(

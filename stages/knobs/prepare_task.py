@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from stages.knobs.base import Section, Seed, text, whole
+from stages.knobs.base import Section, Seed, number, text, whole
 
 
 class Task(Section):
@@ -14,6 +14,9 @@ class Task(Section):
     ]
     system: Annotated[str | None, Field(description="System turn of every prompt; null: none.")]
     sft_rows: whole("Rows for SFT.", ge=1)
+    sft_wrong_share: number(
+        "Share of the SFT answers that hold a slip, as collected data does.", ge=0, lt=1
+    )
     preference_rows: whole("Preference pairs for the reward model.", ge=2)
     prompt_rows: whole("Prompts for reinforcement learning.", ge=1)
     heldout_rows: whole("Prompts that only evaluation sees.", ge=1)

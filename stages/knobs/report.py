@@ -9,7 +9,7 @@ from stages.knobs.base import Section
 
 
 def chain_of_rounds(rounds: Any) -> Any:
-    """Check the mapping of round -> start folder; an integer key would make DVC run no round at all."""
+    """Check the mapping of round -> start folder; an integer key would make DVC run no round."""
     if not isinstance(rounds, dict) or not rounds:
         raise ValueError("expected a mapping such as '1': models/sft, with at least one round")
     for key, start in rounds.items():

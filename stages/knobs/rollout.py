@@ -1,8 +1,9 @@
 """Knobs of `rollout`."""
 
-from typing import Annotated
+import re
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
 from stages.knobs.base import (
     Compute,
@@ -15,6 +16,15 @@ from stages.knobs.base import (
     number,
     whole,
 )
+
+
+def regular_expression(pattern: str) -> str:
+    """The pattern, if it is one."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"found {pattern!r}, no regular expression ({error})") from error
+    return pattern
 
 
 class Prompts(Source):
@@ -40,11 +50,21 @@ class Knobs(Compute, Verification):
         ge=0,
     )
     format_pattern: Annotated[
-        str | None,
+        Annotated[str, AfterValidator(regular_expression)] | None,
         Field(
-            description="reward_format is 1 where this pattern matches the whole completion, else 0."
+            description="reward_format is 1 where this pattern matches the whole completion,"
+            " else 0."
         ),
     ]
     overlong_buffer: whole(
         "reward_length falls from 0 to -1 over the last so many tokens below max_new_tokens.", ge=0
     )
+
+    @model_validator(mode="after")
+    def overlong_buffer_fits(self) -> Self:
+        if self.overlong_buffer > self.max_new_tokens:
+            raise ValueError(
+                f"overlong_buffer: found {self.overlong_buffer}, expected at most max_new_tokens"
+                f" ({self.max_new_tokens})"
+            )
+        return self

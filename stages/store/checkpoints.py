@@ -1,13 +1,13 @@
-"""Model folders: Hugging Face files, float32 safetensors, and beside a policy what training continues from.
-
+"""Model folders: Hugging Face files, float32 safetensors; a policy's also hold its training state.
 Nothing here unpickles. A folder is written whole or not at all.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import (
@@ -27,6 +27,7 @@ from stages.store.common.metrics import read_json, write_json
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
@@ -101,11 +102,19 @@ def new_scorer(
 ) -> PreTrainedModel:
     """A scorer on a language model's weights, with a new head: from the global generator, or 0."""
     check_folder(folder)
-    scorer = _load(AutoModelForSequenceClassification, folder, attention, device, num_labels=1)
+    scorer = _load(
+        AutoModelForSequenceClassification,
+        folder,
+        attention,
+        device,
+        {"score.weight"},
+        num_labels=1,
+    )
     if not isinstance(getattr(scorer, "score", None), nn.Linear):
         raise InputError(
-            f"{folder}: {type(scorer).__name__} has no linear head `score`; expected an architecture"
-            " whose sequence classifier has one (Llama, Qwen, Mistral, Gemma, GPT-2, ...)"
+            f"{folder}: {type(scorer).__name__} has no linear head `score`; expected an"
+            " architecture whose sequence classifier has one (Llama, Qwen, Mistral, Gemma, GPT-2,"
+            " ...)"
         )
     if zero_head:
         nn.init.zeros_(scorer.score.weight)
@@ -117,10 +126,27 @@ def _names(file: Path) -> list[str]:
         return list(weights.keys())
 
 
-def _load(auto, folder: Path, attention: str, device, **config) -> PreTrainedModel:
-    model = auto.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation=attention, use_safetensors=True, **config
-    )
+def _load(
+    auto, folder: Path, attention: str, device, new: Set[str] = frozenset(), **config
+) -> PreTrainedModel:
+    """A model in float32 and evaluation mode, all of whose weights but `new` lie in the folder."""
+    try:
+        model, found = auto.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            use_safetensors=True,
+            output_loading_info=True,
+            **config,
+        )
+    except (SafetensorError, RuntimeError) as error:
+        raise InputError(f"{folder}: the weights do not fit the config: {error}") from error
+    if missing := sorted(set(found["missing_keys"]) - new):
+        raise InputError(f"{folder}: no weights {missing}; expected those that config.json implies")
+    for parameter in model.parameters():
+        # What comes out of a file lies at any address, and the last bit of a product can depend on
+        # it. In memory of torch's own a reloaded model computes what the saved one did.
+        parameter.data = parameter.data.clone()
     return model.to(device).eval()
 
 
@@ -155,7 +181,11 @@ def load_trainer(policy: Path) -> TrainerState:
     if not folder.is_dir():
         return TrainerState()
     counters = read_json(folder / "state.json")
+    check_counters(folder / "state.json", counters)
     critic = folder / "critic"
+    for name in ("policy", "critic") if critic.is_dir() else ("policy",):
+        if not (folder / f"{name}.safetensors").is_file():
+            raise InputError(f"{folder}: no {name}.safetensors; expected the optimizer's state")
     return TrainerState(
         step=counters["step"],
         prompt_cursor=counters["prompt_cursor"],
@@ -163,6 +193,16 @@ def load_trainer(policy: Path) -> TrainerState:
         critic=critic if critic.is_dir() else None,
         optimizers={p.stem: p for p in sorted(folder.glob("*.safetensors"))},
     )
+
+
+def check_counters(path: Path, counters: object) -> None:
+    """Raise InputError unless a trainer's state.json holds the counters that a round needs."""
+    wanted = {"step": int, "prompt_cursor": int, "rounds": list}
+    whole = isinstance(counters, dict) and all(
+        isinstance(counters.get(name), kind) for name, kind in wanted.items()
+    )
+    if not whole:
+        raise InputError(f"{path}: found {counters}, expected step, prompt_cursor and rounds")
 
 
 def save_policy(
@@ -192,25 +232,45 @@ def save_policy(
 
 
 def save_optimizer(path: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Write an optimizer's state as tensors named `<parameter>/<entry>`."""
+    """Write AdamW's state as tensors named `<parameter>/<entry>`.
+
+    What has had no gradient yet is written as AdamW would start it: at 0.
+    """
     tensors = {}
-    for name, parameter in model.named_parameters():
-        for entry, value in optimizer.state.get(parameter, {}).items():
+    for name, parameter in _trained(model).items():
+        fresh = {"step": torch.zeros(()), **{e: torch.zeros_like(parameter) for e in MOMENTS}}
+        for entry, value in (fresh | optimizer.state.get(parameter, {})).items():
             tensors[f"{name}/{entry}"] = value.detach().cpu().contiguous()
     save_file(tensors, path)
 
 
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
 def load_optimizer(path: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Fill an optimizer's state from `save_optimizer`'s file; InputError where it does not fit."""
-    parameters = dict(model.named_parameters())
-    with safe_open(path, framework="pt") as tensors:
-        for key in tensors.keys():
-            name, _, entry = key.rpartition("/")
-            value = tensors.get_tensor(key)
-            parameter = parameters.get(name)
-            if parameter is None or value.ndim and value.shape != parameter.shape:
-                expected = None if parameter is None else tuple(parameter.shape)
-                raise InputError(f"{path}: {key} is {tuple(value.shape)}, expected {expected}")
-            if value.ndim:
-                value = value.to(parameter.device)
-            optimizer.state[parameter][entry] = value
+    """Fill AdamW's state from `save_optimizer`'s file; InputError where it does not fit."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            _fill(path, optimizer, model, file)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path}: not a readable optimizer state ({error})") from error
+
+
+def _fill(path: Path, optimizer: torch.optim.Optimizer, model: nn.Module, file) -> None:
+    parameters = _trained(model)
+    shapes = {
+        f"{name}/{entry}": () if entry == "step" else tuple(parameter.shape)
+        for name, parameter in parameters.items()
+        for entry in ("step", *MOMENTS)
+    }
+    if odd := sorted(set(file.keys()) ^ shapes.keys()):
+        raise InputError(f"{path}: the state of another model or cut off: differs in {odd[:4]}")
+    for key in shapes:
+        value = file.get_tensor(key)
+        if tuple(value.shape) != shapes[key]:
+            raise InputError(f"{path}: {key} is {tuple(value.shape)}, expected {shapes[key]}")
+        name, _, entry = key.rpartition("/")
+        parameter = parameters[name]
+        # The step count too: the fused AdamW wants it beside the weights.
+        optimizer.state[parameter][entry] = value.to(parameter.device, copy=True)

@@ -1,7 +1,7 @@
 """The Parquet tables between the stages: explicit schemas, bounded row groups, checked when read.
 
-List columns have true lengths: nothing padded is ever stored. A null is allowed only where the schema says so
-(`reward` null: the completion could not be scored).
+List columns have true lengths: nothing padded is ever stored. A null is allowed only where the
+schema says so (`reward` null: the completion could not be scored).
 """
 
 import json
@@ -100,20 +100,24 @@ def write_table(
 ) -> int:
     """Write rows (dicts with exactly the schema's keys) and return how many there were.
 
-    Rows are taken as they come, at most `ROWS_PER_GROUP` in memory. `provenance` (plain JSON values: what made
-    the table, or a function called once the rows have passed) goes into the file's metadata beside
-    `schema_version`. A surplus or missing key is an error, never dropped.
+    Rows are taken as they come, at most `ROWS_PER_GROUP` in memory. `provenance` (plain JSON
+    values: what made the table, or a function called once the rows have passed) goes into the
+    file's metadata beside `schema_version`. A surplus or missing key is an error, never dropped,
+    and so is a null where the schema allows none.
     """
     schema = schema.with_metadata({"schema_version": SCHEMA_VERSION})
     names, count = set(schema.names), 0
     with replacing(path) as temporary:
         with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
             for chunk in _chunks(rows, ROWS_PER_GROUP):
-                for row in chunk:
+                for number, row in enumerate(chunk, start=count):
                     if row.keys() != names:
                         odd = sorted(row.keys() ^ names)
-                        raise ValueError(f"{path}: row {count} has other columns: {odd}")
-                writer.write_batch(pa.RecordBatch.from_pylist(chunk, schema=schema))
+                        raise ValueError(f"{path}: row {number} has other columns: {odd}")
+                batch = pa.RecordBatch.from_pylist(chunk, schema=schema)
+                for field in schema:
+                    _check_nulls(path, batch.column(field.name), field, count)
+                writer.write_batch(batch)
                 count += len(chunk)
             made = provenance() if callable(provenance) else provenance
             text = json.dumps(made, sort_keys=True, ensure_ascii=False)
@@ -128,7 +132,7 @@ def _chunks(rows: Iterable[dict], size: int) -> Iterator[list[dict]]:
 
 
 def open_table(path: Path, schema: pa.Schema) -> pq.ParquetFile:
-    """Open a table and check it: `InputError` names the file and the column that differs from `schema`."""
+    """Open and check a table: `InputError` names the file and the column that is not `schema`'s."""
     try:
         file = pq.ParquetFile(path)
     except FileNotFoundError as error:
@@ -159,11 +163,22 @@ def iterate_batches(path: Path, schema: pa.Schema, size: int = ROWS_PER_GROUP):
     """Yield the table as record batches of at most `size` rows, checked for forbidden nulls."""
     start = 0
     with open_table(path, schema) as file:
-        for batch in file.iter_batches(batch_size=size):
+        for batch in _readable(path, file.iter_batches(batch_size=size)):
             for field in schema:
                 _check_nulls(path, batch.column(field.name), field, start)
             yield batch
             start += batch.num_rows
+
+
+def _readable(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    while True:
+        try:
+            batch = next(batches, None)
+        except (pa.ArrowException, OSError) as error:
+            raise InputError(f"{path}: a broken Parquet file ({error})") from error
+        if batch is None:
+            return
+        yield batch
 
 
 def iterate_rows(path: Path, schema: pa.Schema, size: int = ROWS_PER_GROUP) -> Iterator[dict]:
@@ -186,9 +201,10 @@ def _check_nulls(path: Path, column: pa.Array, field: pa.Field, start: int) -> N
 
 
 class Rows(Sequence):
-    """A table by row number, from a memory map: rows are decoded when asked for, so memory does not grow with the file.
+    """A table by row number, from a memory map.
 
-    `rows[i]` is a dict. `lengths(column)` gives the list lengths of all rows without reading the lists twice.
+    Rows are decoded when asked for, so memory does not grow with the file. `rows[i]` is a dict.
+    `lengths(column)` gives the list lengths of all rows without reading the lists twice.
     """
 
     def __init__(self, path: Path, batches: list[pa.RecordBatch], lengths: dict[str, list[int]]):
@@ -210,7 +226,7 @@ class Rows(Sequence):
 
 @contextmanager
 def random_access(path: Path, schema: pa.Schema) -> Iterator[Rows]:
-    """Open a table for reading rows in any order; the uncompressed copy behind it is a temporary file."""
+    """Open a table for rows in any order; the uncompressed copy behind it is a temporary file."""
     list_columns = [f.name for f in schema if pa.types.is_list(f.type) and not f.nullable]
     lengths = {name: [] for name in list_columns}
     with tempfile.TemporaryDirectory() as folder:

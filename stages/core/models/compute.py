@@ -7,7 +7,7 @@ from stages.core.errors import InputError
 
 
 def accelerator(device: str, precision: str, threads: int) -> Accelerator:
-    """(device, precision, threads) knobs -> an Accelerator; `InputError` where the device is absent.
+    """(device, precision, threads) knobs -> an Accelerator; `InputError` if the device is absent.
 
     Float32 matrix products stay float32 (no TF32), so that log-probs of two passes agree.
     """

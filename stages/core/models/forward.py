@@ -1,9 +1,10 @@
 """Hidden states of completions, with every distinct prompt computed once.
 
 Letters: B completions, U distinct prompts, P prompt tokens, T completion tokens, D hidden size, V
-vocabulary. Completions of one prompt share its keys and values, and prompts that open alike (system turn, instruction)
-share that opening: the opening runs once, its cache is expanded to the U prompts, theirs to the B completions.
-The result is that of B full rows to rounding, gradients too; `full_states` is that plain version.
+vocabulary. Completions of one prompt share its keys and values, and prompts that open alike (system
+turn, instruction) share that opening: the opening runs once, its cache is expanded to the U
+prompts, theirs to the B completions. The result is that of B full rows to rounding, gradients too;
+`full_states` is that plain version.
 """
 
 from collections.abc import Sequence
@@ -22,9 +23,10 @@ Ids = Sequence[int]
 class States:
     """`hidden (B, T+1, D)`: at [b, t] the state that has read the prompt and t completion tokens.
 
-    It predicts token t, and `lengths[b]` is the number of tokens of row b: states [b, :lengths[b]] act, the state
-    [b, lengths[b]] has read the whole row. `ids (B, T)` are right-padded with 0. With `read_last` False the
-    states that have read the last column are not computed, and `hidden` is (B, T, D).
+    It predicts token t, and `lengths[b]` is the number of tokens of row b: states [b, :lengths[b]]
+    act, the state [b, lengths[b]] has read the whole row. `ids (B, T)` are right-padded with 0.
+    With `read_last` False the states that have read the last column are not computed, and `hidden`
+    is (B, T, D).
     """
 
     hidden: Tensor
@@ -72,16 +74,17 @@ class Prefilled:
     def select(self, rows: Tensor) -> "Prefilled":
         """Rows (N,) of the U -> a prefill of N rows, e.g. each prompt once per completion."""
         for layer in self.cache.layers:
-            # Its backward adds rows up; that of advanced indexing scatters single numbers, 20 times slower.
+            # Its backward adds rows up; that of advanced indexing scatters single numbers, 20 times
+            # slower.
             layer.keys = layer.keys.index_select(0, rows)
             layer.values = layer.values.index_select(0, rows)
         return Prefilled(self.cache, self.mask[rows], self.last[rows])
 
 
 def step(backbone: nn.Module, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
-    """(ids (N, S), mask (N, P+S) over cache and ids, cache of P) -> hidden (N, S, D); the cache grows by S.
+    """(ids (N, S), mask (N, P+S) over cache and ids, cache of P) -> hidden (N, S, D).
 
-    Position ids count the visible tokens, so that padding never shifts a row.
+    The cache grows by S. Position ids count the visible tokens, so that padding never shifts a row.
     """
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     output = backbone(
@@ -161,7 +164,7 @@ def full_states(
 
 
 def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """(..., D) -> (..., V): the language model's head on chosen states only, as its own forward does."""
+    """(..., D) -> (..., V): the language model's head on chosen states, as its own forward does."""
     config, logits = model.config, model.get_output_embeddings()(hidden)
     if scaling := getattr(config, "logits_scaling", None):
         logits = logits / scaling
@@ -174,7 +177,7 @@ def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """Raise ValueError unless backbone and `head_logits` give what the model's own forward gives."""
+    """Raise ValueError unless backbone and `head_logits` give what the model's own forward does."""
     ids = torch.tensor([[0, 1]], device=model.device)
     whole = model(input_ids=ids, use_cache=False).logits
     parts = head_logits(model, model.base_model(input_ids=ids, use_cache=False).last_hidden_state)

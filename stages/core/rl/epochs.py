@@ -94,7 +94,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step: its epoch, figures of policy and critic, rates, mean KL to the old policy."""
+    """One optimizer step: epoch, figures of policy and critic, rates, mean KL to the old policy."""
 
     epoch: int
     policy: StepFigures
@@ -107,7 +107,8 @@ class StepRecord:
 def targets(rows: Iterable[dict], settings: Settings) -> Targets:
     """Rewards, KL shaping and advantages of a whole buffer, from its columns alone, in one pass.
 
-    An estimator compares completions, so it sees all N, but only numbers: no ids and no text are kept.
+    An estimator compares completions, so it sees all N, but only numbers: no ids and no text are
+    kept.
     """
     objective = settings.objective
     in_reward = settings.beta > 0 and settings.kl_placement == "reward"
@@ -154,9 +155,10 @@ def optimize(
 ) -> Iterator[StepRecord]:
     """Yield a record per optimizer step; `step` updates were done before this round.
 
-    `optimizers` holds one for "policy" and, with a critic, one for "critic". Both models are in evaluation
-    mode: old, new and reference log-probs know no dropout. `seen` is filled on the way. Rows are reshuffled in each epoch; after an epoch whose mean KL
-    to the old policy is above `target_kl` no further one starts.
+    `optimizers` holds one for "policy" and, with a critic, one for "critic". Both models are in
+    evaluation mode: old, new and reference log-probs know no dropout. `seen` is filled on the way.
+    Rows are reshuffled in each epoch; after an epoch whose mean KL to the old policy is above
+    `target_kl` no further one starts.
     """
     for epoch in range(settings.ppo_epochs):
         names = ("optimize", settings.round_number, "shuffle", epoch)
@@ -248,7 +250,7 @@ def _policy_shares(policy, rows, batches, weights: Tensor, goal: Targets, settin
             kl_ref = kl_penalty(log_probs, ref, mask, settings.kl_estimator)
             if settings.kl_placement == "loss":
                 loss = loss + settings.beta * kl_ref
-        _record(seen, batch, log_probs, old, clipped, mask, entropy, kl_ref)
+        _record(seen, batch, goal.used, log_probs, old, clipped, mask, entropy, kl_ref)
         yield torch.where(mask, loss * share.to(loss.device)[:, None], 0.0).sum()
 
 
@@ -279,27 +281,30 @@ def _log_probs_and_entropy(policy, states: States, temperature: float) -> tuple[
 
 
 @torch.no_grad()
-def _record(seen: Seen, batch, log_probs, old, clipped, mask, entropy, kl_ref) -> None:
-    figures = objectives.ratio_diagnostics(log_probs, old, clipped, mask)
-    seen.ratio_mean[batch] = figures.ratio_mean.cpu()
-    seen.ratio_max[batch] = figures.ratio_max.cpu()
-    seen.clipped_fraction[batch] = figures.clipped_fraction.cpu()
-    seen.kl[batch] = figures.kl.cpu()
-    lengths = mask.sum(1)
-    seen.entropy[batch] = (entropy.sum(1) / lengths).cpu()
+def _record(
+    seen: Seen, batch, used: Tensor, log_probs, old, clipped, mask, entropy, kl_ref
+) -> None:
+    """Note what the micro-batch shows of its rows; unused ones train nothing and stay NaN."""
+    diagnostics = objectives.ratio_diagnostics(log_probs, old, clipped, mask)
+    figures, lengths = diagnostics._asdict(), mask.sum(1)
+    figures["entropy"] = entropy.sum(1) / lengths
     if kl_ref is not None:
-        seen.kl_ref[batch] = (kl_ref.sum(1) / lengths).cpu()
+        figures["kl_ref"] = kl_ref.sum(1) / lengths
+    kept = used[batch]
+    rows = torch.tensor(batch)[kept]
+    for name, figure in figures.items():
+        getattr(seen, name)[rows] = figure.cpu()[kept]
 
 
 def token_mean(row_means: Tensor, lengths: Tensor) -> float:
-    """(N,) means over the tokens of each row, (N,) lengths -> mean over all tokens; NaN rows are left out."""
+    """(N,) token means of rows, (N,) lengths -> mean over all tokens; NaN rows are left out."""
     known = ~row_means.isnan()
     weights = torch.where(known, lengths, 0)
     return (torch.where(known, row_means, 0.0) * weights).sum().item() / max(1, int(weights.sum()))
 
 
 def explained_variance(values: Sequence[Tensor], returns: Sequence[Tensor]) -> float | None:
-    """1 - Var(returns - values) / Var(returns) over all tokens; None where the returns have no spread."""
+    """1 - Var(returns - values) / Var(returns) over all tokens; None if returns have no spread."""
     values, returns = torch.cat(list(values)), torch.cat(list(returns))
     if len(returns) < 2 or returns.max() == returns.min():
         return None

@@ -1,7 +1,8 @@
 """The rollout engine: prompts in, the rows of one round's rollout table out.
 
-Letters: U prompts, G completions of each. Prompts come in a shuffled order that runs on from round to round; `position` counts in
-it, and each position has random draws of its own per round, so batch size changes no sample.
+Letters: U prompts, G completions of each. Prompts come in a shuffled order that runs on from round
+to round; `position` counts in it, and each position has random draws of its own per round, so batch
+size changes no sample.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ class Prompt:
 
 @dataclass
 class Counts:
-    """What a round tried: groups kept and, under dynamic sampling, dropped; tried = kept + dropped."""
+    """Groups a round kept and, under dynamic sampling, dropped; tried = kept + dropped."""
 
     kept: int = 0
     dropped: int = 0
@@ -41,7 +42,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class Engine:
-    """A policy with all that a round of rollouts takes; `rewards(prompt, completion text, ids)` gives the rule columns."""
+    """A policy with all that a round of rollouts takes.
+
+    `rewards(prompt, completion text, ids)` gives the rule columns.
+    """
 
     policy: PreTrainedModel
     decode: Callable[[Sequence[int]], str]
@@ -62,11 +66,12 @@ class Engine:
     ) -> Iterator[dict]:
         """Yield the rows of `wanted` groups, starting at `cursor` of the prompt order.
 
-        With `tries` above 0 groups whose correctness is all alike are dropped and further prompts drawn, at
-        most `tries * wanted` in all (DAPO, Yu et al. 2025, sec. 3.2). `counts` holds what became of them.
+        With `tries` above 0 groups whose correctness is all alike are dropped and further prompts
+        drawn, at most `tries * wanted` in all (DAPO, Yu et al. 2025, sec. 3.2). `counts` holds what
+        became of them in this round.
         """
         counts, limit = self.counts, wanted * max(1, tries)
-        counts.cursor = cursor
+        counts.kept, counts.dropped, counts.cursor = 0, 0, cursor
         at_once = max(1, self.batch_size // self.num_rollouts)
         while counts.kept < wanted and counts.tried < limit:
             size = min(at_once, wanted - counts.kept, limit - counts.tried)
@@ -118,7 +123,7 @@ class Engine:
 
 
 def prompt_at(position: int, count: int, seed: int) -> int:
-    """Which of `count` prompts stands at a position of the endless order: one permutation per pass."""
+    """Which of `count` prompts stands at a position of the endless order: a permutation a pass."""
     return _pass_order(count, seed, position // count)[position % count]
 
 

@@ -1,6 +1,7 @@
 """Rule-based rewards, one number per completion.
 
-Lengths are completion tokens, the stop token included. A rule that raises stops the stage: it never turns into 0.
+Lengths are completion tokens, the stop token included. A rule that raises stops the stage: it never
+turns into 0.
 """
 
 import importlib
@@ -14,7 +15,8 @@ import numpy as np
 
 from stages.core.errors import InputError
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+# Commas belong to a number only where they part its thousands: 1,234 is one number, 1,2 are two.
+NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+")
 ALMOST_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 
 
@@ -33,7 +35,7 @@ def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
 class Rules:
     """The rule-based components, each a column `reward_<name>` of the rollouts.
 
-    correctness  (answer text, right answer, entry) -> 0..1, or None where the prompt brings no answer
+    correctness  (answer text, right answer, entry) -> 0..1; None where the prompt brings no answer
     format       1 where `format_pattern` matches the whole text, else 0; None without a pattern
     length       `overlong_penalty`; None with overlong_buffer 0
     """
@@ -44,17 +46,28 @@ class Rules:
     overlong_buffer: int
 
     def components(self, text: str, length: int, answer: str | None, entry: dict | None) -> dict:
-        """Completion text and length in tokens -> its three columns."""
+        """Completion text and length in tokens -> its three columns, as float32 holds them."""
         matched = penalty = None
         if self.format_pattern is not None:
             matched = float(re.fullmatch(self.format_pattern, text, re.DOTALL) is not None)
         if self.overlong_buffer:
             penalty = overlong_penalty(length, self.max_new_tokens, self.overlong_buffer)
         return {
-            "reward_correctness": self.verify(text, answer, entry),
+            "reward_correctness": _single(self.verify(text, answer, entry)),
             "reward_format": matched,
-            "reward_length": penalty,
+            "reward_length": _single(penalty),
         }
+
+
+def _single(score: float | None) -> float | None:
+    """A score as the float32 columns keep it, so that a round in memory equals one through files.
+
+    A right answer scores exactly 1; sums such as 6 x 1/6 come close and would round to 1.
+    """
+    if score is None:
+        return None
+    single = float(np.float32(score))
+    return min(single, ALMOST_ONE) if score < 1 else single
 
 
 def find_verifier(name: str, pattern: str | None) -> Callable:
@@ -66,7 +79,8 @@ def find_verifier(name: str, pattern: str | None) -> Callable:
     regex     the first group of `pattern` in the text equals the answer
     m:f       function f of module m, called as f(text, answer, entry)
 
-    Raises InputError for an unknown name, a pattern that is missing or broken, and a module that cannot be imported.
+    Raises InputError for an unknown name, a pattern that is missing or broken, and a module that
+    cannot be imported.
     """
     if name == "task":
         return _task_score
@@ -80,12 +94,13 @@ def find_verifier(name: str, pattern: str | None) -> Callable:
     if ":" in name:
         return _imported(name)
     raise InputError(
-        f"params.yaml: verifier: found {name!r}, expected task, exact, numeric, regex or module:function"
+        f"params.yaml: verifier: found {name!r}, expected task, exact, numeric, regex or"
+        " module:function"
     )
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number in the last box, else the one after the last ####, else the last one of the text."""
+    """The number in the last box, else that after the last ####, else the last one of the text."""
     boxes = re.findall(r"\\boxed\{([^{}]*)\}", text)
     marked = re.findall(r"####\s*([^\n]*)", text)
     for part in [*boxes[-1:], *marked[-1:], text]:
@@ -97,9 +112,7 @@ def final_number(text: str) -> Decimal | None:
 def _task_score(text: str, answer: str | None, entry: dict | None) -> float | None:
     if entry is None:
         return None
-    score = float(_task_verifier(entry["metadata"]["source_dataset"])(text.strip(), entry))
-    # A right answer scores exactly 1. Sums such as 6 x 1/6 come close and would round to 1 in float32.
-    return score if score >= 1 else min(score, ALMOST_ONE)
+    return float(_task_verifier(entry["metadata"]["source_dataset"])(text.strip(), entry))
 
 
 @cache
@@ -132,7 +145,8 @@ def _compiled(pattern: str | None) -> re.Pattern:
         ) from error
     if compiled.groups < 1:
         raise InputError(
-            f"params.yaml: verifier_pattern: found {pattern!r}, expected a pattern with one group, the answer"
+            f"params.yaml: verifier_pattern: found {pattern!r}, expected a pattern with one group,"
+            " the answer"
         )
     return compiled
 

@@ -1,7 +1,8 @@
 """Sampling completions: many prompts side by side, each prompt read once for its G samples.
 
-Letters: U prompts, G samples of each, N = U * G completions, T the cap on their length, V vocabulary. Log-probs are in
-nats, of the whole vocabulary at the sampling temperature, from the very logits that were sampled from.
+Letters: U prompts, G samples of each, N = U * G completions, T the cap on their length, V
+vocabulary. Log-probs are in nats, of the whole vocabulary at the sampling temperature, from the
+very logits that were sampled from.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ from stages.core.models.forward import Ids, head_logits, prefill, step
 from stages.core.models.log_probs import token_log_probs
 from stages.core.randomness import generator
 
-# Rows that have ended are dropped from the batch once they are this share of it: dropping copies the cache.
+# Rows that have ended are dropped from the batch once they are this share of it: dropping copies
+# the cache.
 DROP_SHARE = 1 / 8
 
 
@@ -67,8 +69,9 @@ def sample(
 ) -> list[Completion]:
     """(U prompts, draws (U, G, T) or None) -> U * G completions, those of one prompt together.
 
-    `draws` are uniform in [0, 1) and pick each token by its cumulative probability; None decodes one greedy
-    completion a prompt, whose log-probs are those at temperature 1. The policy must be in evaluation mode.
+    `draws` are uniform in [0, 1) and pick each token by its cumulative probability; None decodes
+    one greedy completion a prompt, whose log-probs are those at temperature 1. The policy must be
+    in evaluation mode.
     """
     if policy.training:
         raise ValueError("the policy is in training mode: dropout would change its log-probs")

@@ -1,4 +1,4 @@
-"""Which rows go into which optimizer step and micro-batch; plain row numbers in, plain row numbers out."""
+"""Which rows go into which optimizer step and micro-batch; plain row numbers in and out."""
 
 from stages.core.randomness import shuffled
 
@@ -8,11 +8,12 @@ WINDOW = 16
 def plan_epoch(
     lengths: list[int], batch_size: int, batch_acc: int, drop_last: bool, seed: int, *names: object
 ) -> list[list[list[int]]]:
-    """Row lengths -> optimizer steps, each a list of up to `batch_acc` micro-batches of row numbers.
+    """Row lengths -> optimizer steps, each of up to `batch_acc` micro-batches of row numbers.
 
-    Rows are shuffled by the stream (seed, *names). Within windows of 16 micro-batches rows of like length go together, then the
-    micro-batches are shuffled again: less padding, while the order stays random. `drop_last` leaves out a last step that is not
-    full; with too few rows for one step nothing is left out.
+    Rows are shuffled by the stream (seed, *names). Within windows of 16 micro-batches rows of like
+    length go together, then the micro-batches are shuffled again: less padding, while the order
+    stays random. `drop_last` leaves out a last step that is not full; with too few rows for one
+    step nothing is left out.
     """
     order = shuffled(len(lengths), seed, *names, "rows")
     window = WINDOW * batch_size
@@ -33,7 +34,7 @@ def plan_epoch(
 def plan_groups(
     groups: list[int], batch_size: int, batch_acc: int, seed: int, *names: object
 ) -> list[list[list[int]]]:
-    """Group of each row -> optimizer steps of micro-batches; groups are shuffled, never torn apart by it.
+    """Group of each row -> optimizer steps of micro-batches; shuffling never tears a group apart.
 
     The completions of one prompt stay neighbours, so that a micro-batch reads each prompt once. The
     last step holds what is left.

@@ -1,7 +1,8 @@
 """One optimizer step, whatever is trained: schedule, gradient accumulation, clipping, update.
 
-A loss is divided once, by the count that its definition names, over the whole optimizer step. The micro-batch
-losses that come in here are therefore shares that add up, and their number never changes a gradient.
+A loss is divided once, by the count that its definition names, over the whole optimizer step. The
+micro-batch losses that come in here are therefore shares that add up, and their number never
+changes a gradient.
 """
 
 import math
@@ -31,9 +32,9 @@ class StepFigures:
 
 
 def learning_rate(step: int, peak: float, warmup_steps: int, total_steps: int | None) -> float:
-    """Rate after `step` of `total_steps`: linear to `peak`, then a cosine to 0 (transformers' form).
+    """Rate after `step` of `total_steps`: linear to `peak`, then a cosine to 0.
 
-    `total_steps` None keeps `peak` after the warm-up.
+    The form is that of transformers. `total_steps` None keeps `peak` after the warm-up.
     """
     if step < warmup_steps:
         return peak * step / max(1, warmup_steps)
@@ -69,10 +70,10 @@ def update(
 ) -> StepFigures:
     """Take one optimizer step over micro-batch loss shares, each backpropagated as it comes.
 
-    With several processes each brings the shares of its own rows and the gradients are summed, so the
-    divisor inside the shares must count the rows of all processes. Raises `NonFinite` for a loss or
-    gradient that is not finite, unless `nonfinite` is "skip": then that share is left out; a step with no share
-    left, or whose summed gradient is not finite, changes nothing.
+    With several processes each brings the shares of its own rows and the gradients are summed, so
+    the divisor inside the shares must count the rows of all processes. Raises `NonFinite` for a
+    loss or gradient that is not finite, unless `nonfinite` is "skip": then that share is left out;
+    a step with no share left, or whose summed gradient is not finite, changes nothing.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     total, kept, skipped = torch.zeros((), device=accelerator.device), 0, 0
@@ -86,7 +87,9 @@ def update(
             accelerator.backward(loss)
         total, kept = total + loss.detach(), kept + 1
     if accelerator.num_processes > 1:
-        total = accelerator.reduce(total, "sum")
+        # A process without a share of its own steps with the others, or their weights would part.
+        counts = accelerator.reduce(torch.tensor([kept, skipped], device=total.device), "sum")
+        total, (kept, skipped) = accelerator.reduce(total, "sum"), counts.tolist()
         for parameter in parameters:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = accelerator.reduce(gradient, "sum")

@@ -17,21 +17,22 @@ PR_SET_PDEATHSIG = 1
 class Stage(click.Command):
     """A click command whose bad input ends in one line on stderr and exit code 1.
 
-    On Linux the stage is stopped when its parent dies: a killed DVC must leave no orphan that keeps writing
-    beside the next run.
+    On Linux the stage is stopped when its parent dies: a killed DVC must leave no orphan that keeps
+    writing beside the next run.
     """
 
     def invoke(self, ctx: click.Context):
         stop_with_parent()
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        name = self.name.replace("-", "_")  # as in dvc.yaml; click makes a dash of it
         try:
             return super().invoke(ctx)
         except InputError as error:
-            raise click.ClickException(f"stage {self.name}: {error}") from error
+            raise click.ClickException(f"stage {name}: {error}") from error
         except OSError as error:
             if error.errno is None or error.filename is None and error.errno != 28:
                 raise
-            raise click.ClickException(f"stage {self.name}: {error}") from error
+            raise click.ClickException(f"stage {name}: {error}") from error
 
 
 def stop_with_parent() -> None:

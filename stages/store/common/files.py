@@ -1,21 +1,29 @@
 """Writing so that a killed or failed stage leaves nothing that a later stage accepts.
 
-Every output is written to a sibling whose name starts with a dot and then renamed over the old one, so that an old output is
-never written through (it may be a read-only link into the DVC cache) and a half-written one never has its final name.
+Every output is written to a sibling whose name starts with a dot and then renamed over the old one,
+so that an old output is never written through (it may be a read-only link into the DVC cache) and a
+half-written one never has its final name.
 """
 
+import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+# A disk that takes no more. Libraries in Rust (safetensors, tokenizers) say so in words only.
+CANNOT_WRITE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO}
+IN_WORDS = re.compile(r"\(os error (\d+)\)")
 
 
 @contextmanager
 def replacing(path: Path, folder: bool = False) -> Iterator[Path]:
     """Yield a temporary sibling of `path` to write to; rename it to `path` if the block ends well.
 
-    With `folder` the sibling is a new empty folder. What killed runs left under the same name is removed first.
+    With `folder` the sibling is a new empty folder. What killed runs left under the same name is
+    removed first. A disk that is full ends in an `OSError` that names `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.partial")
@@ -28,13 +36,23 @@ def replacing(path: Path, folder: bool = False) -> Iterator[Path]:
         if folder:
             remove(path)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         remove(temporary)
+        number = _number_of(error)
+        if number in CANNOT_WRITE:
+            raise OSError(number, os.strerror(number), str(path)) from error
         raise
 
 
+def _number_of(error: BaseException) -> int | None:
+    if isinstance(error, OSError):
+        return error.errno
+    found = IN_WORDS.search(str(error))
+    return int(found[1]) if found else None
+
+
 def flush(path: Path) -> None:
-    """Force the bytes of a file, or of every file in a folder, to disk: a rename must not outrun them."""
+    """Force a file, or every file in a folder, to disk: a rename must not outrun the bytes."""
     for file in [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]:
         with file.open("rb") as handle:
             os.fsync(handle.fileno())

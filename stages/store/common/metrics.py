@@ -39,7 +39,7 @@ def read_json(path: Path) -> dict:
 
 
 def write_curve(path: Path, rows: Sequence[dict]) -> None:
-    """Write one CSV line per step; the columns are those of the first row, undefined values stay empty."""
+    """Write a CSV line per step; columns are the first row's, undefined values stay empty."""
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as handle:
         writer = csv.DictWriter(handle, list(rows[0]) if rows else ["step"], lineterminator="\n")
         writer.writeheader()

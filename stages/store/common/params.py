@@ -1,8 +1,8 @@
 """params.yaml: read as DVC reads it, and all of it validated before a stage does anything.
 
-Whichever stage runs first checks the knobs of every stage, so that a bad clip range is found before hours of
-SFT. The knobs of other stages are imported for that check alone: it can stop a stage, never change
-what it writes, so they are no dependency of it in dvc.yaml.
+Whichever stage runs first checks the knobs of every stage, so that a bad clip range is found before
+hours of SFT. The knobs of other stages are imported for that check alone: it can stop a stage,
+never change what it writes, so they are no dependency of it in dvc.yaml.
 """
 
 import importlib
@@ -45,7 +45,7 @@ def read(path: Path = PARAMS) -> dict:
         values = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise InputError(f"{path}: missing; run from the folder that holds params.yaml") from error
-    except YAMLError as error:
+    except (YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected a mapping of knobs, found {type(values).__name__}")

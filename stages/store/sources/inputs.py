@@ -16,7 +16,7 @@ EMBEDDED = "task"
 
 
 class Intake:
-    """Counts what became of the rows of one source: rows in = rows kept + rows dropped, by reason."""
+    """Counts what became of one source's rows: rows in = rows kept + rows dropped, by reason."""
 
     def __init__(self, name: str):
         self.name = name
@@ -81,7 +81,7 @@ def batches(rows: Iterable, size: int = 1000) -> Iterator[list]:
 
 
 def usable(batch: list, intake: Intake) -> tuple[list[int], list]:
-    """(row number, row or Dropped) pairs -> numbers and rows of the usable ones; the rest is counted."""
+    """(row number, row or Dropped) pairs -> numbers and rows of the usable; the rest is counted."""
     numbers, rows = [], []
     for number, row in batch:
         if isinstance(row, Dropped):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from stages.core.errors import InputError
 from stages.core.rollouts.engine import Prompt
+from stages.core.rollouts.rewards import Rules
 from stages.core.text.chat import encode_prompts
 from stages.core.text.messages import Dropped
 from stages.knobs.base import Source
@@ -13,7 +14,7 @@ from stages.store.sources.inputs import Intake, batches, open_source, usable
 def load_prompts(
     source: Source, task_file: Path, tokenizer, max_length: int, seed: int
 ) -> tuple[list[Prompt], Intake]:
-    """Knobs of a source -> its prompts of at most `max_length` ids; others are dropped and counted."""
+    """Knobs of a source -> its prompts of up to `max_length` ids; others are counted as dropped."""
     name, rows = open_source("prompts", source, task_file, seed)
     intake, prompts = Intake(name), []
     for batch in batches(rows):
@@ -35,6 +36,16 @@ def load_prompts(
     return prompts, intake
 
 
+def reward_columns(rules: Rules, verifier: str, prompt: Prompt, text: str, length: int) -> dict:
+    """A completion's rule columns; InputError with the prompt's row where a verifier raises."""
+    try:
+        return rules.components(text, length, prompt.answer, prompt.entry)
+    except Exception as error:
+        raise InputError(
+            f"prompt {prompt.index}: the verifier {verifier!r} raised {error!r} on {text!r}"
+        ) from error
+
+
 def context_limit(model, max_new_tokens: int) -> int:
     """Longest prompt that leaves room for `max_new_tokens` in the model's positions."""
     positions = getattr(model.config, "max_position_embeddings", None)
@@ -42,6 +53,7 @@ def context_limit(model, max_new_tokens: int) -> int:
         return 10**9
     if positions <= max_new_tokens:
         raise InputError(
-            f"params.yaml: max_new_tokens: found {max_new_tokens}, but the model has only {positions} positions"
+            f"params.yaml: max_new_tokens: found {max_new_tokens}, but the model has only"
+            f" {positions} positions"
         )
     return positions - max_new_tokens

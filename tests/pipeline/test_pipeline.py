@@ -1,0 +1,255 @@
+"""The real DVC pipeline on a tiny task, in a Git repository of its own: what runs, and what not."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.clone import ENVIRONMENT, commit, copy_of_working_tree, run
+from tests.tiny import plain, small_params, write
+
+pytestmark = pytest.mark.slow
+
+ONCE = {
+    "prepare_task",
+    "prepare_model",
+    "tokenize_sft",
+    "train_sft",
+    "tokenize_preferences",
+    "split_preferences",
+    "train_rm",
+    "evaluate_sft",
+    "report",
+}
+
+
+def of_round(number):
+    return {f"{stage}@{number}" for stage in ("rollout", "score", "optimize", "evaluate")}
+
+
+def dvc(folder, *arguments, check=True):
+    return run(folder, "dvc", *arguments, check=check)
+
+
+def executed(output):
+    """Stages whose command ran, as DVC says it."""
+    return set(re.findall(r"Running stage '([^']+)'", output))
+
+
+def restored(output):
+    """Stages whose outputs came out of the run cache."""
+    return set(re.findall(r"Stage '([^']+)' is cached", output))
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A repository after its first `dvc repro`, committed; and what that printed."""
+    folder = copy_of_working_tree(tmp_path_factory.mktemp("pipeline"))
+    write(folder / "params.yaml", small_params())
+    commit(folder, "tiny params")
+    output = dvc(folder, "repro").stdout
+    commit(folder, "first run")
+    return folder, output
+
+
+@pytest.fixture
+def repository(first):
+    """The repository as the first run left it, its cache with all that tests have run so far."""
+    folder, _ = first
+    run(folder, "git", "checkout", "--quiet", "--force", "main")
+    dvc(folder, "checkout", "--quiet", "--force")
+    return folder
+
+
+def set_params(folder, **changes):
+    write(folder / "params.yaml", small_params(**changes))
+
+
+def changed(folder):
+    """Files that Git sees changed, params.yaml apart: DVC spells it in its own way."""
+    lines = run(folder, "git", "status", "--porcelain").stdout.splitlines()
+    return [line for line in lines if line.split()[-1] != "params.yaml"]
+
+
+def lock_of(folder):
+    return (folder / "dvc.lock").read_bytes()
+
+
+def test_the_first_run_executes_every_stage_and_the_second_none(first, repository):
+    _, output = first
+    assert executed(output) == ONCE | of_round(1) | of_round(2)
+    before = lock_of(repository)
+    again = dvc(repository, "repro").stdout
+    assert executed(again) == restored(again) == set()
+    assert "Data and pipelines are up to date" in again
+    assert lock_of(repository) == before
+    assert changed(repository) == []
+
+
+def test_nothing_that_the_pipeline_wrote_is_left_half_or_unknown_to_git(repository):
+    assert not list(repository.rglob("*.partial"))
+    ignored = run(repository, "git", "status", "--porcelain", "--ignored", "--short").stdout
+    names = {line.split()[1] for line in ignored.splitlines()}
+    assert not [
+        name
+        for name in names
+        if not name.startswith(("data", "models", "plots", "stages"))
+        and name not in (".dvc/cache/", ".dvc/tmp/", ".dvc/config.local")
+    ], names
+
+
+def test_the_last_policy_is_a_model_that_transformers_loads(repository):
+    code = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer;"
+        "m = AutoModelForCausalLM.from_pretrained('models/policy/2');"
+        "t = AutoTokenizer.from_pretrained('models/policy/2');"
+        "r = t.apply_chat_template([{'role': 'user', 'content': 'hi'}], return_tensors='pt',"
+        " add_generation_prompt=True, return_dict=True);"
+        "print('generated', m.generate(**r, max_new_tokens=3).shape)"
+    )
+    assert "generated torch.Size([1," in run(repository, "python", "-c", code).stdout
+
+
+def test_more_epochs_run_the_optimizer_and_what_follows_and_going_back_runs_nothing(repository):
+    before = lock_of(repository)
+    output = dvc(repository, "exp", "run", "--name", "two", "-S", "ppo_epochs=2").stdout
+    assert executed(output) == {"optimize@1", "evaluate@1", "report"} | of_round(2)
+    assert restored(output) == set()
+    assert plain(repository / "params.yaml")["ppo_epochs"] == 2
+    assert lock_of(repository) != before
+    back = dvc(repository, "exp", "run", "-S", "ppo_epochs=1").stdout
+    assert executed(back) == set()
+    assert restored(back) == {"optimize@1", "evaluate@1", "report"} | of_round(2)
+    assert lock_of(repository) == before
+    assert changed(repository) == []
+
+
+def test_another_temperature_runs_nothing_before_the_first_rollout(repository):
+    output = dvc(repository, "exp", "run", "-S", "temperature=0.8", "rollout@1").stdout
+    assert executed(output) == {"rollout@1"} and restored(output) == set()
+    assert plain(repository / "params.yaml")["temperature"] == 0.8
+
+
+def test_a_small_learning_rate_reaches_the_reward_model_and_runs_nothing_before_it(repository):
+    output = dvc(repository, "exp", "run", "-S", "rm.lr=1e-5", "train_rm").stdout
+    assert executed(output) == {"train_rm"} and restored(output) == set()
+    assert plain(repository / "params.yaml")["rm"]["lr"] == 1e-5
+    curve = (repository / "data" / "curves" / "train_rm.csv").read_text().splitlines()
+    column = curve[0].split(",").index("lr")
+    assert max(float(line.split(",")[column]) for line in curve[1:]) <= 1e-5
+
+
+def test_one_more_round_runs_its_own_stages_and_the_report(repository):
+    output = dvc(repository, "exp", "run", "-S", "+rounds.3=models/policy/2").stdout
+    assert executed(output) == of_round(3) | {"report"}
+    assert plain(repository / "params.yaml")["rounds"]["3"] == "models/policy/2"
+    state = json.loads((repository / "models/policy/3/trainer/state.json").read_text())
+    assert state["rounds"] == [1, 2, 3]
+    assert len((repository / "plots" / "rounds.csv").read_text().splitlines()) == 1 + 4
+    back = dvc(repository, "exp", "run", "-S", "~rounds.3").stdout
+    assert executed(back) <= {"report"}
+    assert len((repository / "plots" / "rounds.csv").read_text().splitlines()) == 1 + 3
+
+
+@pytest.mark.parametrize(
+    ("rounds", "fix"),
+    [
+        ({1: "models/sft"}, "quote it, '1': models/sft"),
+        (
+            {"1": "models/policy/2", "2": "models/sft"},
+            "round '1' starts from 'models/policy/2'; expected models/sft or models/policy/",
+        ),
+    ],
+)
+def test_rounds_that_are_no_chain_stop_with_the_fix_in_the_message(repository, rounds, fix):
+    set_params(repository, rounds=rounds)
+    done = dvc(repository, "repro", check=False)
+    assert done.returncode != 0
+    assert fix in done.stdout
+
+
+def test_a_bad_knob_stops_the_first_stage_that_runs_with_the_key(repository):
+    done = dvc(repository, "exp", "run", "-S", "task.sft_rows=many", check=False)
+    assert done.returncode != 0
+    assert "params.yaml: task.sft_rows: found 'many'; Input should be a valid int" in done.stdout
+    assert executed(done.stdout) == {"prepare_task"}
+    set_params(repository)
+    again = dvc(repository, "repro").stdout
+    assert executed(again) == set()
+
+
+def test_metrics_experiments_and_plots_can_be_read(repository):
+    metrics = json.loads(dvc(repository, "metrics", "show", "--json").stdout)
+    found = metrics[""]["data"]
+    assert set(found) == {
+        f"metrics/{name}.json" for name in ("training", "round-0", "round-1", "round-2")
+    }
+    for name in ("reward", "accuracy_sampled", "kl", "clipped_fraction", "length", "finished"):
+        assert isinstance(found["metrics/round-2.json"]["data"][name], int | float)
+    table = dvc(repository, "metrics", "show", "--md").stdout
+    assert "accuracy_sampled" in table
+
+    experiments = json.loads(dvc(repository, "exp", "show", "--json").stdout)
+    assert experiments[0]["rev"] == "workspace" and not experiments[0].get("error")
+
+    plots = dvc(repository, "plots", "show", "--json").stdout
+    drawn = json.loads(plots[plots.index("{") :])
+    assert not drawn.get("errors"), drawn["errors"]
+    curves = {point["dvc_data_version_info"]["field"] for point in points(drawn["data"])}
+    assert {"reward", "accuracy_sampled", "kl", "loss"} <= curves
+    assert len(drawn["data"]) == len(plain(repository / "dvc.yaml")["plots"])
+
+
+def points(drawn):
+    """Every data point of `dvc plots show --json`."""
+    for plot in drawn.values():
+        for entry in plot:
+            yield from json.loads(entry["content"])["data"]["values"]
+
+
+def test_an_experiment_in_a_folder_of_its_own_leaves_the_workspace_alone(repository):
+    before = lock_of(repository)
+    output = dvc(
+        repository, "exp", "run", "--temp", "--name", "asked-more", "-S", "evaluate.max_samples=4"
+    ).stdout
+    assert executed(output) == {"evaluate_sft", "evaluate@1", "evaluate@2", "report"}
+    assert lock_of(repository) == before
+    assert plain(repository / "params.yaml")["evaluate"]["max_samples"] is None
+    dvc(repository, "exp", "apply", "asked-more")
+    assert plain(repository / "params.yaml")["evaluate"]["max_samples"] == 4
+    assert executed(dvc(repository, "repro").stdout) == set()
+
+
+def test_a_conflict_in_the_lock_file_is_solved_by_dropping_it(repository):
+    """Faults D10: two branches, one knob each; what did not change comes from the run cache."""
+    for branch, knobs in (("more", {"evaluate__max_samples": 4}), ("longer", {"ppo_epochs": 2})):
+        run(repository, "git", "checkout", "--quiet", "--force", "-B", branch, "main")
+        set_params(repository, **knobs)
+        dvc(repository, "repro")
+        commit(repository, branch)
+    merge = run(repository, "git", "merge", "more", check=False)
+    assert (
+        merge.returncode != 0 and "CONFLICT (content): Merge conflict in dvc.lock" in merge.stdout
+    )
+    assert "CONFLICT (content): Merge conflict in params.yaml" not in merge.stdout
+    assert dvc(repository, "status", check=False).returncode != 0
+
+    run(repository, "git", "rm", "--quiet", "-r", "-f", "--ignore-unmatch", "dvc.lock", "metrics")
+    output = dvc(repository, "repro").stdout
+    both = {"evaluate@1", "evaluate@2", "report"}
+    assert executed(output) == both
+    assert restored(output) == (ONCE | of_round(1) | of_round(2)) - both
+    commit(repository, "both")
+    assert changed(repository) == []
+
+
+def test_a_forced_run_gives_the_same_lock_file_byte_for_byte(repository, monkeypatch):
+    before = lock_of(repository)
+    files = {p: p.read_bytes() for p in Path(repository, "metrics").iterdir()}
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONHASHSEED", "12345")
+    output = dvc(repository, "repro", "--force").stdout
+    assert executed(output) == ONCE | of_round(1) | of_round(2)
+    assert lock_of(repository) == before
+    assert {p: p.read_bytes() for p in Path(repository, "metrics").iterdir()} == files
+    assert changed(repository) == []

@@ -1,0 +1,756 @@
+"""Each stage by its command line, on a tiny model and task: what it writes and what it refuses."""
+
+import csv
+import importlib
+import json
+import os
+import shutil
+import sys
+from contextlib import chdir
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from stages.store import tables
+from stages.store.common import command
+from tests.tiny import command_line, small_params, write
+
+ORDER = [
+    "prepare_task",
+    "prepare_model",
+    "tokenize_sft",
+    "train_sft",
+    "tokenize_preferences",
+    "split_preferences",
+    "train_rm",
+    "evaluate_sft",
+    *(f"{stage}@{k}" for k in (1, 2) for stage in ("rollout", "score", "optimize", "evaluate")),
+    "report",
+]
+
+
+def invoke(folder, stage, options=None, **knobs):
+    """Run a stage of dvc.yaml in a folder with small knobs; `options` replace its paths."""
+    script, arguments = command_line(stage)
+    arguments |= options or {}
+    write(folder / "params.yaml", small_params(**knobs))
+    main = getattr(importlib.import_module(f"stages.{script}"), script)
+    words = [word for pair in arguments.items() for word in map(str, pair)]
+    path = list(sys.path)
+    try:
+        with chdir(folder):
+            return CliRunner().invoke(main, words, catch_exceptions=False)
+    finally:
+        # As in a process of its own: data/source is another folder in the next test.
+        sys.path[:] = path
+        sys.path_importer_cache.pop("data/source", None)
+
+
+def succeed(folder, stage, options=None, **knobs):
+    result = invoke(folder, stage, options, **knobs)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refuse(folder, stage, options=None, **knobs):
+    """The one line on which a stage ends with exit code 1."""
+    result = invoke(folder, stage, options, **knobs)
+    assert result.exit_code == 1, result.output
+    assert isinstance(result.exception, SystemExit), result.exception
+    lines = [line for line in result.output.splitlines() if line.startswith("Error: stage ")]
+    assert len(lines) == 1
+    return result.output[result.output.index("Error: stage ") :]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_signal_to_the_tests():
+    patch = pytest.MonkeyPatch()
+    patch.setattr(command, "stop_with_parent", lambda: None)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder in which every stage ran once; tests read it and never write into it."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    (folder / "data" / "source").mkdir(parents=True)
+    for stage in ORDER:
+        succeed(folder, stage)
+    return folder
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """The finished folder, to change; outputs of the first run are there and may be replaced."""
+    folder = tmp_path / "copy"
+    shutil.copytree(finished, folder)
+    return folder
+
+
+def figures(folder, name):
+    def refuse_constant(word):
+        raise AssertionError(f"{name}: {word} is not JSON")
+
+    text = (folder / "data" / "figures" / f"{name}.json").read_text()
+    return json.loads(text, parse_constant=refuse_constant)
+
+
+def rows(folder, name):
+    return pq.read_table(folder / "data" / f"{name}.parquet").to_pylist()
+
+
+def curve(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# What stages write.
+
+
+def test_the_task_has_as_many_rows_as_asked_for_and_no_question_twice(finished):
+    found = {path.stem: lines(path) for path in (finished / "data" / "task").iterdir()}
+    sizes = {name: len(entries) for name, entries in found.items()}
+    assert sizes == {"sft": 24, "preferences": 24, "prompts": 12, "heldout": 6}
+    assert figures(finished, "prepare_task") == {f"{name}_rows": n for name, n in sizes.items()}
+    questions = [row["messages"][0]["content"] for row in found["sft"]]
+    for name in ("preferences", "prompts", "heldout"):
+        questions += [row["prompt"][-1]["content"] for row in found[name]]
+    assert len(set(questions)) == len(questions) == 66
+
+
+def test_preferred_answers_are_right_and_rejected_ones_wrong(finished):
+    for row in lines(finished / "data" / "task" / "preferences.jsonl"):
+        word = row["prompt"][-1]["content"].split()[-1]
+        assert row["chosen"][0]["content"] == word[::-1]
+        assert row["rejected"][0]["content"] != word[::-1]
+
+
+def test_another_model_makes_no_other_task(finished, copy):
+    before = (copy / "data" / "task" / "sft.jsonl").read_bytes()
+    succeed(copy, "prepare_task", model__layers=2, sft__lr=0.5)
+    assert (copy / "data" / "task" / "sft.jsonl").read_bytes() == before
+    succeed(copy, "prepare_task", seed=7)
+    assert (copy / "data" / "task" / "sft.jsonl").read_bytes() != before
+
+
+def test_more_sft_rows_leave_the_held_out_ones_as_they_are(copy):
+    before = (copy / "data" / "task" / "heldout.jsonl").read_bytes()
+    succeed(copy, "prepare_task", task__sft_rows=30)
+    assert (copy / "data" / "task" / "heldout.jsonl").read_bytes() == before
+
+
+def test_the_base_model_is_what_the_knobs_say(finished):
+    model = AutoModelForCausalLM.from_pretrained(finished / "models" / "base")
+    tokenizer = AutoTokenizer.from_pretrained(finished / "models" / "base")
+    assert model.config.num_hidden_layers == 1 and model.config.hidden_size == 16
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
+
+
+def test_a_local_folder_serves_as_base_model(copy):
+    succeed(copy, "prepare_model", {"--out": "models/again"}, model__source="models/sft")
+    again = load_file(copy / "models" / "again" / "model.safetensors")
+    before = load_file(copy / "models" / "sft" / "model.safetensors")
+    assert again.keys() == before.keys()
+    assert all(torch.equal(again[key], before[key]) for key in again)
+
+
+def test_sft_labels_are_the_answer_and_its_end(finished):
+    tokenizer = AutoTokenizer.from_pretrained(finished / "models" / "base")
+    task = lines(finished / "data" / "task" / "sft.jsonl")
+    table = rows(finished, "sft")
+    assert len(table) == len(task) == figures(finished, "tokenize_sft")["kept"]
+    trained = 0
+    for row, source in zip(table, task, strict=True):
+        labelled = [label for label in row["labels"] if label != -100]
+        trained += len(labelled)
+        answer = source["messages"][-1]["content"]
+        assert tokenizer.decode(labelled).startswith(f"{answer}{tokenizer.eos_token}")
+        assert len(row["labels"]) == len(row["input_ids"])
+    assert figures(finished, "tokenize_sft")["trained_tokens"] == trained
+
+
+def test_sft_figures_are_those_of_its_curve(finished):
+    steps = curve(finished / "data" / "curves" / "train_sft.csv")
+    found = figures(finished, "train_sft")
+    assert found["steps"] == len(steps) == 3
+    assert found["loss_first"] == pytest.approx(float(steps[0]["loss"]))
+    assert found["loss_last"] == pytest.approx(float(steps[-1]["loss"]))
+    assert found["trained_tokens"] == sum(int(step["tokens"]) for step in steps)
+    assert found["trained_tokens"] == figures(finished, "tokenize_sft")["trained_tokens"]
+    assert found["skipped"] == 0
+
+
+def test_training_changes_the_weights(finished):
+    names = ("base", "sft", "policy/1", "policy/2")
+    weights = [load_file(finished / "models" / name / "model.safetensors") for name in names]
+    for before, after in zip(weights, weights[1:], strict=False):
+        assert before.keys() == after.keys()
+        assert any(not torch.equal(before[key], after[key]) for key in before)
+
+
+def test_pairs_are_split_by_prompt_and_none_is_lost(finished):
+    pairs = rows(finished, "preferences/pairs")
+    train, held = rows(finished, "preferences/train"), rows(finished, "preferences/validation")
+    assert len(train) + len(held) == len(pairs) == 24
+    assert not {tuple(r["prompt_ids"]) for r in train} & {tuple(r["prompt_ids"]) for r in held}
+    assert figures(finished, "split_preferences") == {
+        "train_pairs": len(train),
+        "validation_pairs": len(held),
+    }
+
+
+def test_reordered_pairs_go_to_the_same_sides(copy):
+    path = copy / "data" / "preferences" / "pairs.parquet"
+    before = {tuple(r["prompt_ids"]) for r in rows(copy, "preferences/validation")}
+    pairs = rows(copy, "preferences/pairs")
+    tables.write_table(path, tables.PAIRS, pairs[::-1], {})
+    succeed(copy, "split_preferences")
+    assert {tuple(r["prompt_ids"]) for r in rows(copy, "preferences/validation")} == before
+
+
+def test_the_reward_models_figures_are_of_the_validation_pairs(finished):
+    found = figures(finished, "train_rm")
+    assert found["validation_pairs"] == len(rows(finished, "preferences/validation"))
+    assert 0 <= found["validation_accuracy"] <= 1
+    assert found["steps"] == len(curve(finished / "data" / "curves" / "train_rm.csv"))
+
+
+def test_a_rollout_has_a_row_for_every_completion(finished):
+    found = rows(finished, "rollouts/round-1")
+    assert [(r["group"], r["sample"]) for r in found] == [(g, s) for g in range(4) for s in (0, 1)]
+    assert {r["round"] for r in found} == {1}
+    for row in found:
+        assert 1 <= len(row["completion_ids"]) == len(row["log_probs_old"]) <= 6
+        assert all(log_prob <= 0 for log_prob in row["log_probs_old"])
+        assert row["finished"] or len(row["completion_ids"]) == 6
+        assert row["reward_format"] is None and -1 <= row["reward_length"] <= 0
+        assert 0 <= row["reward_correctness"] <= 1
+    numbers = figures(finished, "rollout/1")
+    assert numbers["completions"] == 8
+    assert numbers["tokens"] == sum(len(r["completion_ids"]) for r in found)
+    assert numbers["length"] == pytest.approx(numbers["tokens"] / 8)
+    assert numbers["finished"] == pytest.approx(sum(r["finished"] for r in found) / 8)
+    assert numbers["groups_kept"] == numbers["groups_tried"] == 4
+
+
+def test_rounds_take_prompts_in_turn_and_each_once_a_pass(finished):
+    seen = [
+        row["prompt_index"] for k in (1, 2) for row in rows(finished, f"rollouts/round-{k}")[::2]
+    ]
+    assert len(set(seen)) == 8
+    cursors = [
+        tables.read_provenance(finished / "data" / "rollouts" / f"round-{k}.parquet")[
+            "prompt_cursor"
+        ]
+        for k in (1, 2)
+    ]
+    assert cursors == [4, 8]
+
+
+def test_two_rounds_share_no_random_stream(finished, copy):
+    succeed(copy, "rollout@1", {"--round": 9})
+    other, first = rows(copy, "rollouts/round-1"), rows(finished, "rollouts/round-1")
+    assert [r["prompt_index"] for r in other] == [r["prompt_index"] for r in first]
+    assert [r["completion_ids"] for r in other] != [r["completion_ids"] for r in first]
+
+
+def test_a_buffer_is_its_rollout_with_scores(finished):
+    for k in (1, 2):
+        sampled = rows(finished, f"rollouts/round-{k}")
+        scored = rows(finished, f"buffers/round-{k}")
+        assert [{key: row[key] for key in sampled[0]} for row in scored] == sampled
+        for row in scored:
+            expected = 1.0 * row["reward_correctness"] + 0.1 * row["reward_model"]
+            assert row["reward"] == pytest.approx(expected, abs=1e-6)
+            tokens = len(row["completion_ids"])
+            assert len(row["log_probs_ref"]) == len(row["values_old"]) == tokens
+        mean = sum(row["reward"] for row in scored) / len(scored)
+        assert figures(finished, f"score/{k}")["reward"] == pytest.approx(mean, abs=1e-6)
+        assert figures(finished, f"score/{k}")["unscorable"] == 0
+
+
+def test_the_reference_of_the_first_round_is_the_policy_itself(finished):
+    for row in rows(finished, "buffers/round-1"):
+        assert row["log_probs_ref"] == pytest.approx(row["log_probs_old"], abs=1e-5)
+
+
+def test_what_is_not_asked_for_is_null_in_the_same_schema(copy):
+    before = pq.read_schema(copy / "data" / "buffers" / "round-1.parquet").remove_metadata()
+    succeed(copy, "score@1", beta=0.0, critic=None, rewards__reward_model=None)
+    assert pq.read_schema(copy / "data" / "buffers" / "round-1.parquet").remove_metadata() == before
+    for row in rows(copy, "buffers/round-1"):
+        nulls = [row[name] for name in ("log_probs_ref", "values_old", "reward_model")]
+        assert nulls == [None, None, None]
+        assert row["reward"] == row["reward_correctness"]
+    assert figures(copy, "score/1")["reward_model"] is None
+
+
+def test_the_format_and_length_rules_count_by_their_weights(copy):
+    knobs = {"format_pattern": "[a-z]*", "rewards__format": 2.0, "rewards__length": 0.5}
+    succeed(copy, "rollout@1", **knobs)
+    succeed(copy, "score@1", rewards__reward_model=None, **knobs)
+    for row in rows(copy, "buffers/round-1"):
+        letters = all("a" <= sign <= "z" for sign in row["completion"])
+        assert row["reward_format"] == float(letters)
+        parts = row["reward_correctness"] + 2 * row["reward_format"] + 0.5 * row["reward_length"]
+        assert row["reward"] == pytest.approx(parts, abs=1e-6)
+
+
+def test_an_update_has_a_row_for_every_completion_in_the_order_of_the_buffer(finished):
+    for k in (1, 2):
+        buffer, updates = rows(finished, f"buffers/round-{k}"), rows(finished, f"updates/round-{k}")
+        for name in ("group", "sample"):
+            assert [row[name] for row in updates] == [row[name] for row in buffer]
+        for row, source in zip(updates, buffer, strict=True):
+            assert row["round"] == k and row["used"]
+            assert len(row["advantage"]) == len(source["completion_ids"])
+            assert row["reward_shaped"] == pytest.approx(source["reward"], abs=1e-6)
+
+
+def test_ratios_of_a_first_step_are_1(copy):
+    succeed(copy, "optimize@1", train_batch_size=64)
+    for row in rows(copy, "updates/round-1"):
+        assert row["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+        assert row["kl"] == pytest.approx(0.0, abs=1e-5) and row["clipped_fraction"] == 0
+
+
+def test_a_policy_carries_its_training_state_and_is_a_plain_model_folder(finished):
+    for k, steps in ((1, 2), (2, 4)):
+        folder = finished / "models" / "policy" / str(k)
+        state = json.loads((folder / "trainer" / "state.json").read_text())
+        assert state == {"step": steps, "prompt_cursor": 4 * k, "rounds": list(range(1, k + 1))}
+        assert (folder / "trainer" / "policy.safetensors").is_file()
+        assert not list(folder.rglob("*.bin")) and not list(folder.rglob("*.pt"))
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_round_goes_on_with_the_steps_of_the_round_it_starts_from(finished):
+    steps = [
+        int(row["step"])
+        for k in (1, 2)
+        for row in curve(finished / "data" / "curves" / "optimize" / f"{k}.csv")
+    ]
+    assert steps == [1, 2, 3, 4]
+
+
+def test_ppo_trains_a_critic_that_the_next_round_goes_on_with(copy):
+    knobs = {"loss": "ppo", "ppo_epochs": 2}
+    succeed(copy, "optimize@1", **knobs)
+    critic = copy / "models" / "policy" / "1" / "trainer" / "critic"
+    assert (critic / "model.safetensors").is_file()
+    assert figures(copy, "optimize/1")["value_loss"] > 0
+    assert figures(copy, "optimize/1")["epochs"] == 2
+    for stage in ("rollout@2", "score@2", "optimize@2"):
+        succeed(copy, stage, **knobs)
+    values = [row["values_old"] for row in rows(copy, "buffers/round-2")]
+    assert all(len(value) > 0 for value in values)
+    again = copy / "models" / "policy" / "2" / "trainer" / "critic" / "model.safetensors"
+    assert again.read_bytes() != (critic / "model.safetensors").read_bytes()
+
+
+def test_an_evaluation_has_one_greedy_answer_and_the_sampled_ones_of_each_prompt(finished):
+    found = rows(finished, "evaluations/sft")
+    assert len(found) == 6 * 3
+    assert [row["greedy"] for row in found[:3]] == [True, False, False]
+    assert [row["sample"] for row in found[:3]] == [0, 0, 1]
+    numbers = figures(finished, "evaluate/sft")
+    sampled = [row for row in found if not row["greedy"]]
+    accuracy = sum(row["correct"] for row in sampled) / len(sampled)
+    assert numbers["accuracy_sampled"] == pytest.approx(accuracy)
+    for row in found:
+        assert row["correct"] == (row["completion"].strip() == row["answer"])
+
+
+def test_every_policy_is_asked_the_same_questions_with_the_same_draws(finished, copy):
+    options = {"--policy": "models/sft", "--out": "data/evaluations/again.parquet"}
+    succeed(copy, "evaluate@1", options | {"--figures": "data/figures/again.json"})
+    assert rows(copy, "evaluations/again") == rows(finished, "evaluations/sft")
+
+
+def test_the_report_has_a_line_for_every_round_and_for_the_sft_policy(finished):
+    table = curve(finished / "plots" / "rounds.csv")
+    assert [row["round"] for row in table] == ["0", "1", "2"]
+    for row in table[1:]:
+        k = row["round"]
+        assert float(row["reward"]) == figures(finished, f"score/{k}")["reward"]
+        found = figures(finished, f"evaluate/{k}")["accuracy_sampled"]
+        assert float(row["accuracy_sampled"]) == found
+    assert table[0]["reward"] == ""
+    assert len(curve(finished / "plots" / "steps.csv")) == 4
+    metrics = json.loads((finished / "metrics" / "round-2.json").read_text())
+    assert metrics["reward"] == figures(finished, "score/2")["reward"]
+    assert set(os.listdir(finished / "metrics")) == {
+        "training.json",
+        *(f"round-{k}.json" for k in (0, 1, 2)),
+    }
+
+
+def test_the_report_goes_by_the_rounds_and_not_by_the_files_that_lie_about(copy):
+    rounds = {"2": "models/sft"}
+    succeed(copy, "report", rounds=rounds)
+    assert [row["round"] for row in curve(copy / "plots" / "rounds.csv")] == ["0", "2"]
+    assert sorted(os.listdir(copy / "metrics")) == ["round-0.json", "round-2.json", "training.json"]
+    message = refuse(copy, "report", rounds={"1": "models/sft", "3": "models/policy/1"})
+    assert "data/figures/evaluate/3.json: missing" in message
+
+
+def test_a_report_of_answers_that_nothing_could_check_has_no_accuracy(copy):
+    prompts = lines(copy / "data" / "task" / "heldout.jsonl")
+    open_questions = copy / "data" / "source" / "open.jsonl"
+    text = "".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in prompts)
+    open_questions.write_text(text)
+    knobs = {"evaluate__dataset": "data/source/open.jsonl", "evaluate__split": "train"}
+    for stage in ("evaluate_sft", "evaluate@1", "evaluate@2"):
+        succeed(copy, stage, **knobs)
+    assert figures(copy, "evaluate/2")["accuracy_sampled"] is None
+    succeed(copy, "report", **knobs)
+    assert curve(copy / "plots" / "rounds.csv")[-1]["accuracy_sampled"] == ""
+
+
+@pytest.mark.parametrize("stage", ORDER)
+def test_a_stage_run_again_writes_the_same_bytes(finished, copy, stage):
+    _, options = command_line(stage)
+    outputs = [copy / path for path in options.values() if (copy / path).exists()]
+    before = {p: p.read_bytes() for path in outputs for p in files(path)}
+    succeed(copy, stage)
+    assert {p: p.read_bytes() for path in outputs for p in files(path)} == before
+    assert not list(copy.rglob(".*.partial"))
+
+
+def files(path):
+    return [path] if path.is_file() else [p for p in sorted(path.rglob("*")) if p.is_file()]
+
+
+# Sampling knobs.
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.3}, {"top_p": 0.9, "top_k": 20, "min_p": 0.01}],
+    ids=["top_p", "top_k", "min_p", "all"],
+)
+def test_a_narrowed_rollout_samples_other_text_and_keeps_whole_log_probs(finished, copy, knobs):
+    succeed(copy, "rollout@1", **knobs)
+    found = rows(copy, "rollouts/round-1")
+    before = rows(finished, "rollouts/round-1")
+    assert [r["completion_ids"] for r in found] != [r["completion_ids"] for r in before]
+    succeed(copy, "score@1", **knobs)
+    for row in rows(copy, "buffers/round-1"):
+        assert row["log_probs_ref"] == pytest.approx(row["log_probs_old"], abs=1e-5)
+
+
+def test_the_temperature_of_sampling_is_that_of_every_log_prob(copy):
+    for stage in ("rollout@1", "score@1", "optimize@1"):
+        succeed(copy, stage, temperature=0.7, train_batch_size=64)
+    for row in rows(copy, "buffers/round-1"):
+        assert row["log_probs_ref"] == pytest.approx(row["log_probs_old"], abs=1e-5)
+    for row in rows(copy, "updates/round-1"):
+        assert row["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+def test_the_batch_size_changes_no_sample(finished, copy, size):
+    succeed(copy, "rollout@1", rollout_batch_size=size)
+    found, before = rows(copy, "rollouts/round-1"), rows(finished, "rollouts/round-1")
+    for row, other in zip(found, before, strict=True):
+        assert row["completion_ids"] == other["completion_ids"]
+        assert row["log_probs_old"] == pytest.approx(other["log_probs_old"], abs=1e-5)
+
+
+def test_all_groups_dropped_by_dynamic_sampling_is_a_clear_failure(copy):
+    (copy / "data" / "source" / "always_wrong.py").write_text("def check(*_):\n    return 0.0\n")
+    message = refuse(copy, "rollout@1", verifier="always_wrong:check", dynamic_sampling=2)
+    assert "all 8 groups were dropped by dynamic_sampling" in message
+    assert "raise dynamic_sampling or num_rollouts" in message
+    assert not (copy / "data" / "rollouts" / "round-1.parquet").exists()
+
+
+FIRST_SAMPLE_WINS = """
+seen = {}
+
+def check(text, answer, entry):
+    count = seen[answer] = seen.get(answer, 0) + 1
+    return float(count == 1 and answer[0] < "m")
+"""
+
+
+def test_a_short_buffer_says_so(copy):
+    (copy / "data" / "source" / "first_wins.py").write_text(FIRST_SAMPLE_WINS)
+    knobs = {"verifier": "first_wins:check", "dynamic_sampling": 1}
+    output = succeed(copy, "rollout@1", **knobs)
+    found = figures(copy, "rollout/1")
+    assert found["groups_tried"] == 4 and 0 < found["groups_kept"] < 4
+    assert found["groups_kept"] + found["groups_dropped"] == 4
+    assert f"short buffer: {found['groups_kept']} of 4 groups after 4 tries" in output
+    kept = rows(copy, "rollouts/round-1")
+    assert len(kept) == 2 * found["groups_kept"]
+    assert [row["group"] for row in kept] == [g for g in range(found["groups_kept"]) for _ in "ab"]
+    succeed(copy, "score@1", **knobs)
+    succeed(copy, "optimize@1", **knobs)
+
+
+# Verifiers of one's own.
+
+
+def test_a_verifier_may_lie_under_data_source(copy):
+    module = copy / "data" / "source" / "half_right.py"
+    module.write_text("def check(text, answer, entry):\n    return len(answer) / 6\n")
+    knobs = {"verifier": "half_right:check"}
+    succeed(copy, "rollout@1", **knobs)
+    assert {row["reward_correctness"] for row in rows(copy, "rollouts/round-1")} == {0.5}
+    succeed(copy, "evaluate@1", **knobs)
+    assert figures(copy, "evaluate/1")["reward_correctness"] == 0.5
+    assert figures(copy, "evaluate/1")["accuracy_sampled"] == 0
+
+
+@pytest.mark.parametrize("stage", ["rollout@1", "evaluate@1"])
+def test_a_verifier_that_raises_stops_the_stage_with_the_row(copy, stage):
+    module = copy / "data" / "source" / f"raises_in_{stage.partition('@')[0]}.py"
+    module.write_text("def check(text, answer, entry):\n    raise KeyError('gold')\n")
+    message = refuse(copy, stage, verifier=f"{module.stem}:check")
+    assert f"the verifier '{module.stem}:check' raised KeyError('gold')" in message
+    assert "prompt " in message
+
+
+@pytest.mark.parametrize(
+    ("verifier", "expected"),
+    [
+        ("nowhere:check", "verifier: cannot import 'nowhere:check'"),
+        ("json:nothing", "verifier: cannot import 'json:nothing'"),
+        ("exakt", "verifier: found 'exakt', expected task, exact, numeric, regex"),
+        ("regex", "verifier_pattern: found None, expected a pattern with one group"),
+    ],
+)
+def test_a_verifier_that_is_not_there_stops_before_the_model_loads(copy, verifier, expected):
+    shutil.rmtree(copy / "models" / "sft")
+    assert f"params.yaml: {expected}" in refuse(copy, "rollout@1", verifier=verifier)
+
+
+def test_a_broken_format_pattern_stops_before_the_model_loads(copy):
+    shutil.rmtree(copy / "models" / "sft")
+    message = refuse(copy, "rollout@1", format_pattern="(")
+    assert "params.yaml: format_pattern" in message
+
+
+def test_an_overlong_buffer_above_the_cap_is_refused(copy):
+    message = refuse(copy, "rollout@1", overlong_buffer=7)
+    assert "params.yaml: overlong_buffer: found 7, expected at most max_new_tokens (6)" in message
+
+
+# Missing and foreign input.
+
+INPUTS = [
+    ("tokenize_sft", "--task", "no such file"),
+    ("tokenize_sft", "--base", "no tokenizer_config.json"),
+    ("train_sft", "--data", "missing; expected a Parquet table"),
+    ("train_sft", "--base", "no config.json"),
+    ("tokenize_preferences", "--task", "no such file"),
+    ("tokenize_preferences", "--base", "no tokenizer_config.json"),
+    ("split_preferences", "--pairs", "missing; expected a Parquet table"),
+    ("train_rm", "--train", "missing; expected a Parquet table"),
+    ("train_rm", "--validation", "missing; expected a Parquet table"),
+    ("train_rm", "--sft", "no config.json"),
+    ("evaluate_sft", "--policy", "no tokenizer_config.json"),
+    ("evaluate_sft", "--task", "no such file"),
+    ("rollout@1", "--policy", "no tokenizer_config.json"),
+    ("rollout@1", "--task", "no such file"),
+    ("score@1", "--rollouts", "missing; expected a Parquet table"),
+    ("score@1", "--reward-model", "no config.json"),
+    ("score@1", "--reference", "no config.json"),
+    ("optimize@1", "--buffer", "missing; expected a Parquet table"),
+    ("optimize@1", "--policy", "no config.json"),
+    ("report", "--figures", "missing; expected a stage's figures"),
+    ("report", "--curves", "missing; expected the curve of a stage"),
+]
+
+
+@pytest.mark.parametrize(("stage", "option", "expected"), INPUTS)
+def test_a_missing_input_is_named_with_what_was_expected(copy, stage, option, expected):
+    _, options = command_line(stage)
+    ending = Path(options[option]).suffix
+    message = refuse(copy, stage, {option: f"data/not/there{ending}"})
+    assert f"data/not/there{ending}" in message or "data/not/there/" in message
+    assert expected in message
+
+
+FOREIGN = [
+    ("tokenize_sft", "--task", "data/preferences/pairs.parquet", "pairs.parquet"),
+    ("tokenize_preferences", "--task", "data/task/sft.jsonl", "data/task/sft.jsonl"),
+    ("rollout@1", "--task", "data/sft.parquet", "data/sft.parquet"),
+    ("train_sft", "--data", "data/preferences/pairs.parquet", "column 'input_ids' is missing"),
+    ("train_sft", "--data", "data/task/sft.jsonl", "not a readable Parquet file"),
+    ("train_sft", "--base", "models/rm", "expected a causal language model"),
+    ("train_rm", "--train", "data/sft.parquet", "column 'prompt_ids' is missing"),
+    ("split_preferences", "--pairs", "data/sft.parquet", "column 'prompt_ids' is missing"),
+    ("score@1", "--rollouts", "data/sft.parquet", "column 'round' is missing"),
+    ("score@1", "--rollouts", "data/buffers/round-1.parquet", "unexpected columns"),
+    ("score@1", "--reward-model", "models/sft", "no weight 'score.weight'"),
+    ("score@1", "--reference", "models/rm", "expected a causal language model"),
+    ("optimize@1", "--buffer", "data/rollouts/round-1.parquet", "'reward_model' is missing"),
+    ("optimize@1", "--policy", "models/rm", "expected a causal language model"),
+    ("report", "--figures", "data/curves", "evaluate/sft.json: missing"),
+]
+
+
+@pytest.mark.parametrize(("stage", "option", "path", "expected"), FOREIGN)
+def test_a_foreign_input_is_named_with_what_was_expected(copy, stage, option, path, expected):
+    message = refuse(copy, stage, {option: path})
+    assert path in message and expected in message
+
+
+@pytest.mark.parametrize("stage", [stage for stage in ORDER if stage != "prepare_task"])
+def test_a_bad_knob_stops_every_stage_before_it_reads_anything(tmp_path, stage):
+    message = refuse(tmp_path, stage, lam=2.0)
+    assert "params.yaml: lam: found 2.0; Input should be less than or equal to 1" in message
+
+
+def test_a_model_folder_of_pickles_is_refused(copy):
+    folder = copy / "models" / "sft"
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    message = refuse(copy, "rollout@1")
+    assert "models/sft: no model.safetensors (found pytorch_model.bin, and pickles" in message
+
+
+def test_an_unknown_task_or_option_of_it_is_named(tmp_path):
+    message = refuse(tmp_path, "prepare_task", task__name="spell_bakward")
+    assert "params.yaml: task.name: found 'spell_bakward', expected one of" in message
+    message = refuse(tmp_path, "prepare_task", task__config={"min_word_length": 3})
+    assert "params.yaml: task.config: spell_backward refuses it" in message
+    assert not (tmp_path / "data" / "task").exists()
+
+
+def test_a_device_that_is_absent_is_named(copy):
+    if not torch.cuda.is_available():
+        assert "params.yaml: device: found 'cuda'" in refuse(copy, "rollout@1", device="cuda")
+
+
+def test_a_cap_that_leaves_no_room_for_a_prompt_is_named(copy):
+    message = refuse(copy, "rollout@1", max_new_tokens=96)
+    assert "params.yaml: max_new_tokens: found 96, but the model has only 96 positions" in message
+
+
+def test_too_few_pairs_for_two_sides_is_a_clear_failure(copy):
+    pairs = rows(copy, "preferences/pairs")[:1]
+    path = copy / "data" / "preferences" / "pairs.parquet"
+    tables.write_table(path, tables.PAIRS, pairs, {})
+    message = refuse(copy, "split_preferences")
+    assert "expected pairs on both sides" in message
+    assert not (copy / "data" / "preferences" / "train.parquet").exists()
+
+
+def test_rows_that_are_dropped_are_counted_by_reason_and_printed(copy):
+    path = copy / "data" / "source" / "mixed.jsonl"
+    good = (copy / "data" / "task" / "sft.jsonl").read_text().splitlines()[:3]
+    bad = json.dumps({"messages": [{"role": "user", "content": "no answer"}]})
+    path.write_text("\n".join([*good, bad, bad]) + "\n")
+    output = succeed(copy, "tokenize_sft", sft__dataset="data/source/mixed.jsonl")
+    found = figures(copy, "tokenize_sft")
+    assert (found["rows"], found["kept"], found["dropped"]) == (5, 3, 2)
+    assert sum(found["dropped_by_reason"].values()) == 2
+    assert "data/source/mixed.jsonl: dropped 2 rows: " in output and "(first: row 4)" in output
+    path.write_text(bad + "\n")
+    message = refuse(copy, "tokenize_sft", sft__dataset="data/source/mixed.jsonl")
+    assert "no row was kept of 1" in message
+
+
+# Numbers that are not finite.
+
+# At this rate one step takes the weights so far that the next loss overflows.
+EXPLODING = {"sft__lr": 1e30, "rm__lr": 1e30, "lr": 1e30, "lr_critic": 1e30}
+EXPLODING |= {"sft__warmup_steps": 0, "rm__warmup_steps": 0, "warmup_steps": 0}
+TRAINED = {"train_sft": "models/sft", "train_rm": "models/rm", "optimize@1": "models/policy/1"}
+
+
+@pytest.mark.parametrize("stage", TRAINED)
+def test_a_loss_that_is_not_finite_ends_with_exit_code_1_and_no_model(copy, stage):
+    output = copy / TRAINED[stage]
+    shutil.rmtree(output)
+    message = refuse(copy, stage, **EXPLODING)
+    assert "is nan; nonfinite: stop. Nothing was saved" in message or "is inf; nonf" in message
+    assert not output.exists() and not list(output.parent.glob(".*"))
+
+
+@pytest.mark.parametrize("stage", TRAINED)
+def test_a_loss_that_is_not_finite_may_be_left_out_and_is_counted(copy, stage):
+    succeed(copy, stage, nonfinite="skip", **EXPLODING)
+    name = stage.replace("@", "/")
+    assert figures(copy, name)["skipped"] >= 1
+    weights = load_file(copy / TRAINED[stage] / "model.safetensors")
+    assert all(torch.isfinite(weight).all() for weight in weights.values())
+
+
+@pytest.mark.parametrize("stage", TRAINED)
+def test_a_model_of_nan_is_never_saved_even_where_every_loss_is_left_out(copy, stage):
+    output = copy / TRAINED[stage]
+    shutil.rmtree(output)
+    start = copy / "models" / ("base" if stage == "train_sft" else "sft")
+    weights = load_file(start / "model.safetensors")
+    weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], torch.nan)
+    save_file(weights, start / "model.safetensors", {"format": "pt"})
+    refuse(copy, stage, nonfinite="skip")
+    assert not output.exists() and not list(output.parent.glob(".*"))
+
+
+def test_an_old_policy_stays_where_its_update_fails(copy):
+    before = files(copy / "models" / "policy" / "1")
+    contents = [path.read_bytes() for path in before]
+    table = (copy / "data" / "updates" / "round-1.parquet").read_bytes()
+    refuse(copy, "optimize@1", **EXPLODING)
+    assert files(copy / "models" / "policy" / "1") == before
+    assert [path.read_bytes() for path in before] == contents
+    assert (copy / "data" / "updates" / "round-1.parquet").read_bytes() == table
+
+
+# What a buffer must bring.
+
+
+def test_a_buffer_without_reference_or_values_is_refused_where_they_are_needed(copy):
+    succeed(copy, "score@1", beta=0.0, critic=None)
+    message = refuse(copy, "optimize@1")
+    assert "column 'log_probs_ref' is null, but beta is 0.01" in message
+    message = refuse(copy, "optimize@1", beta=0.0, loss="ppo")
+    assert "column 'values_old' is null" in message
+
+
+def rewritten(folder, change):
+    path = folder / "data" / "buffers" / "round-1.parquet"
+    made = tables.read_provenance(path)
+    found = [row | change(row) for row in rows(folder, "buffers/round-1")]
+    tables.write_table(path, tables.BUFFERS, found, made)
+
+
+def test_an_unscorable_completion_counts_nowhere_and_is_counted(copy):
+    rewritten(copy, lambda row: {"reward": None} if row["group"] == 1 else {})
+    succeed(copy, "optimize@1")
+    assert figures(copy, "optimize/1")["unscorable"] == 2
+    updates = rows(copy, "updates/round-1")
+    assert [row["used"] for row in updates] == [row["group"] != 1 for row in updates]
+    assert [row["reward_shaped"] is None for row in updates] == [r["group"] == 1 for r in updates]
+    assert all(set(row["advantage"]) == {0.0} for row in updates if not row["used"])
+
+
+def test_a_buffer_without_any_reward_or_row_is_a_clear_failure(copy):
+    rewritten(copy, lambda row: {"reward": None})
+    assert "no completion has a reward" in refuse(copy, "optimize@1")
+    path = copy / "data" / "buffers" / "round-1.parquet"
+    tables.write_table(path, tables.BUFFERS, [], tables.read_provenance(path))
+    assert "no rows; expected the completions of a round" in refuse(copy, "optimize@1")
+
+
+def test_equal_rewards_give_advantages_of_exactly_0(copy):
+    rewritten(copy, lambda row: {"reward": 0.1})
+    succeed(copy, "optimize@1")
+    assert {value for row in rows(copy, "updates/round-1") for value in row["advantage"]} == {0.0}
+    assert figures(copy, "optimize/1")["groups_without_spread"] == 1

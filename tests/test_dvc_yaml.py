@@ -1,0 +1,471 @@
+"""dvc.yaml declares what the code reads: modules, knobs, files. (Faults D01 and D02.)
+
+Stages stay up to date or turn stale here without ever running: made-up outputs are committed to a
+dvc.lock, then one thing is changed and DVC is asked.
+"""
+
+import ast
+import os
+import shutil
+from collections import defaultdict
+from contextlib import chdir
+from modulefinder import ModuleFinder
+from pathlib import Path
+
+import pytest
+
+from stages.store.common.params import all_knobs, keys
+from tests.clone import copy_of_working_tree, run
+from tests.tiny import ROOT, change, dotted, plain, small_params, write
+from tools.sync_dvc import bodies, code_dependencies, derived, imported_modules, script_of
+
+DOCUMENT = plain(ROOT / "dvc.yaml")
+BODIES = dict(bodies(DOCUMENT))
+KNOBS = all_knobs()
+MODULES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "stages").rglob("*.py"))
+
+
+def covers(dependency: str, module: str) -> bool:
+    return module == dependency or module.startswith(dependency + "/")
+
+
+def declared_modules(stage: dict) -> set[str]:
+    """Modules of stages/ that the deps of a stage name, folders spread out."""
+    return {m for m in MODULES if any(covers(d, m) for d in stage["deps"])}
+
+
+@pytest.fixture(scope="module")
+def imports(tmp_path_factory) -> dict[str, set[str]]:
+    """Script -> modules that it imports, as the standard library's modulefinder sees byte code.
+
+    modulefinder knows no namespace packages, hence a copy with an __init__.py in each folder.
+    """
+    root = tmp_path_factory.mktemp("imports")
+    shutil.copytree(ROOT / "stages", root / "stages", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in [root / "stages", *(p for p in (root / "stages").rglob("*") if p.is_dir())]:
+        (folder / "__init__.py").touch()
+    found = {}
+    for script in (ROOT / "stages").glob("*.py"):
+        finder = ModuleFinder(path=[str(root)])
+        finder.run_script(str(root / "stages" / script.name))
+        files = {Path(m.__file__) for m in finder.modules.values() if m.__file__}
+        relative = {str(f.relative_to(root)) for f in files}
+        found[script.stem] = {name for name in relative if not name.endswith("__init__.py")}
+    return found
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_stage_declares_exactly_the_modules_that_its_script_imports(name, imports):
+    assert declared_modules(BODIES[name]) == imports[script_of(BODIES[name])]
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_stage_declares_exactly_what_the_tool_derives(name):
+    deps, params = derived(BODIES[name])
+    assert BODIES[name]["deps"] == deps, "run: python tools/sync_dvc.py --write"
+    assert BODIES[name]["params"] == params, "run: python tools/sync_dvc.py --write"
+
+
+@pytest.mark.slow
+def test_no_module_is_loaded_at_run_time_that_the_import_statements_do_not_show(imports):
+    code = """
+import importlib, sys
+for name in sys.argv[1:]:
+    for module in [m for m in sys.modules if m.split(".")[0] == "stages"]:
+        del sys.modules[module]
+    importlib.import_module(f"stages.{name}")
+    loaded = [m for m in sys.modules if m.startswith("stages.")]
+    files = [getattr(sys.modules[m], "__file__", None) for m in loaded]
+    print(name, *filter(None, files))
+"""
+    lines = run(ROOT, "python", "-c", code, *imports).stdout.splitlines()
+    for name, *files in (line.split() for line in lines if line.split()[0] in imports):
+        loaded = {str(Path(file).relative_to(ROOT)) for file in files}
+        assert loaded <= imports[name] | {f"stages/{name}.py"}
+    assert len(lines) >= len(imports)
+
+
+def test_an_import_inside_a_function_counts(tmp_path):
+    (tmp_path / "stages" / "core").mkdir(parents=True)
+    (tmp_path / "stages" / "core" / "late.py").write_text("import stages.core.later\n")
+    (tmp_path / "stages" / "core" / "later.py").write_text("")
+    (tmp_path / "stages" / "core" / "unused.py").write_text("")
+    script = tmp_path / "stages" / "x.py"
+    script.write_text("def f():\n    from stages.core import late\n    return late\n")
+    found = {p.name for p in imported_modules(script, tmp_path)}
+    assert found == {"x.py", "late.py", "later.py"}
+    assert code_dependencies(script, tmp_path) == [
+        "stages/core/late.py",
+        "stages/core/later.py",
+        "stages/x.py",
+    ]
+    (tmp_path / "stages" / "core" / "unused.py").unlink()
+    assert code_dependencies(script, tmp_path) == ["stages/core", "stages/x.py"]
+
+
+def test_every_module_is_imported_by_some_stage(imports):
+    assert set().union(*imports.values()) == set(MODULES)
+
+
+# By hand: who must run again after an edit.
+EDITS = {
+    "stages/core/rl/objectives.py": {"optimize"},
+    "stages/core/rl/advantages.py": {"optimize"},
+    "stages/core/rl/kl.py": {"optimize"},
+    "stages/core/sft.py": {"train_sft"},
+    "stages/core/preferences.py": {"train_rm"},
+    "stages/core/scoring.py": {"score"},
+    "stages/core/tiny.py": {"prepare_model"},
+    "stages/core/rollouts/engine.py": {"rollout", "evaluate", "evaluate_sft"},
+    "stages/core/rollouts/sampling.py": {"rollout", "evaluate", "evaluate_sft"},
+    "stages/core/rollouts/rewards.py": {"rollout", "evaluate", "evaluate_sft"},
+    "stages/core/reward_model.py": {"train_rm", "score", "optimize"},
+    "stages/core/text/chat.py": {
+        "prepare_model",
+        "tokenize_sft",
+        "tokenize_preferences",
+        "rollout",
+        "evaluate",
+        "evaluate_sft",
+    },
+    "stages/core/rows/layouts.py": {
+        "tokenize_sft",
+        "tokenize_preferences",
+        "rollout",
+        "evaluate",
+        "evaluate_sft",
+    },
+    "stages/core/training/batching.py": {"train_sft", "train_rm", "optimize"},
+    "stages/knobs/optimize.py": {"optimize"},
+    "stages/knobs/rollout.py": {"rollout"},
+    "stages/store/common/params.py": set(BODIES),
+}
+
+
+@pytest.mark.parametrize("module", EDITS)
+def test_an_edit_concerns_the_stages_that_it_should(module):
+    assert {n for n, stage in BODIES.items() if module in declared_modules(stage)} == EDITS[module]
+
+
+def used_names(modules: set[str]) -> set[str]:
+    """Attribute names that code reads, and fields of the dataclasses that are filled by name."""
+    names = set()
+    for module in modules:
+        for node in ast.walk(ast.parse((ROOT / module).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                names.add(node.attr)
+            elif isinstance(node, ast.ClassDef) and not module.startswith("stages/knobs"):
+                names |= {f.target.id for f in node.body if isinstance(f, ast.AnnAssign)}
+    return names
+
+
+@pytest.mark.parametrize("script", KNOBS)
+def test_every_knob_that_a_stage_declares_is_used_by_its_code(script, imports):
+    names = used_names(imports[script])
+    by_mapping = {"rewards"}  # score reads these through model_dump
+    unused = [
+        key
+        for key in keys(KNOBS[script])
+        if key.split(".")[0] not in by_mapping and key.split(".")[-1] not in names
+    ]
+    assert not unused
+
+
+def test_every_stage_says_in_words_what_it_does():
+    assert [name for name, stage in BODIES.items() if not stage.get("desc")] == []
+
+
+def options_of(script: str) -> set[str]:
+    """`--names` of the click options in a script, from its text."""
+    tree = ast.parse((ROOT / "stages" / f"{script}.py").read_text(encoding="utf-8"))
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    return {
+        argument.value
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and call.func.attr in ("option", "argument")
+        for argument in call.args
+        if isinstance(argument, ast.Constant) and str(argument.value).startswith("-")
+    }
+
+
+def command_of(stage: dict) -> dict[str, str]:
+    """The options of a stage's command line and their values."""
+    words = stage["cmd"].split()[3:]
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def outputs_of(stage: dict) -> set[str]:
+    entries = [*stage.get("outs", []), *stage.get("metrics", []), *stage.get("plots", [])]
+    return {next(iter(entry)) if isinstance(entry, dict) else entry for entry in entries}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_every_option_of_a_script_is_fed_from_dvc_yaml(name):
+    assert BODIES[name]["cmd"].split()[:2] == ["python", "-m"]
+    assert set(command_of(BODIES[name])) == options_of(script_of(BODIES[name]))
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_every_path_on_a_command_line_is_a_dependency_or_an_output_and_the_reverse(name):
+    stage = BODIES[name]
+    paths = {value for option, value in command_of(stage).items() if option != "--round"}
+    data = {dep for dep in stage["deps"] if not dep.startswith("stages/")}
+    assert paths <= data | outputs_of(stage)
+    # Dataset knobs name files below data/source themselves.
+    assert (data - {"data/source"}) | outputs_of(stage) <= paths
+
+
+def test_no_output_is_kept_out_of_the_run_cache():
+    for stage in BODIES.values():
+        assert not any(isinstance(out, dict) for out in stage.get("outs", []))
+        assert "always_changed" not in stage and "frozen" not in stage
+
+
+# From here on: DVC itself, on a copy whose outputs are made up.
+
+
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory) -> Path:
+    """A copy of the repository in which every stage is up to date, on made-up outputs."""
+    from dvc.repo import Repo
+
+    folder = tmp_path_factory.mktemp("repository")
+    copy_of_working_tree(folder)
+    write(folder / "params.yaml", small_params())
+    with chdir(folder), Repo() as repo:
+        for stage in repo.index.stages:
+            for out in stage.outs:
+                path = Path(out.fs_path)
+                if path.suffix:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_text(f"made up for {stage.addressing}\n")
+                else:
+                    path.mkdir(parents=True, exist_ok=True)
+                    (path / "file").write_text(f"made up for {stage.addressing}\n")
+        for dependency in {dep for stage in BODIES.values() for dep in stage["deps"]}:
+            if dependency.startswith("data/task/"):
+                (folder / dependency).write_text("made up\n")
+        repo.commit(force=True)
+    assert stale(folder) == {}
+    return folder
+
+
+def stale(folder: Path) -> dict[str, dict]:
+    """What `dvc status` says: stage -> {changed dependency: {what: how} or how}."""
+    from dvc.repo import Repo
+
+    with chdir(folder), Repo() as repo:
+        found = defaultdict(dict)
+        for stage, entries in repo.status().items():
+            for entry in entries:
+                if isinstance(entry, dict):
+                    for changes in entry.values():
+                        found[stage] |= changes
+                else:
+                    found[stage][entry] = entry
+        return dict(found)
+
+
+class Changed:
+    """Files as they were, whatever a test does to them."""
+
+    def __init__(self, *paths: Path):
+        self.before = {path: path.read_bytes() for path in paths}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for path, content in self.before.items():
+            path.write_bytes(content)
+
+
+def names_of(stages) -> set[str]:
+    return {stage.split("@")[0] for stage in stages}
+
+
+def another(value):
+    """Some other value of the same kind, as DVC sees it."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    if isinstance(value, dict):
+        return {**value, "another": 1}
+    return f"another {value}"
+
+
+def readers() -> dict[str, set[str]]:
+    """Key -> stages of dvc.yaml whose code reads it."""
+    found = defaultdict(set)
+    for name, stage in BODIES.items():
+        for key in keys(KNOBS[script_of(stage)]):
+            found[key].add(name)
+    return found
+
+
+def test_each_key_makes_exactly_the_stages_stale_that_read_it(committed):
+    """All keys change at once: DVC compares key by key and says which one each stage saw."""
+    expected = readers()
+    del expected["rounds"]  # its stages come and go: see below
+    values = small_params()
+    changes = {}
+    for key in expected:
+        value = values
+        for part in key.split("."):
+            value = value[part]
+        changes[key.replace(".", "__")] = another(value)
+    path = committed / "params.yaml"
+    with Changed(path):
+        write(path, change(values, **changes))
+        seen = defaultdict(set)
+        for stage, found in stale(committed).items():
+            for key in found["params.yaml"]:
+                seen[key].add(stage.split("@")[0])
+    assert dict(seen) == dict(expected)
+    leaves = {key for key in dotted(small_params()) if not key.startswith(("rounds.", "task.conf"))}
+    assert set(seen) - {"task.config"} == leaves
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("ppo_epochs", 2, {"optimize"}),
+        ("temperature", 0.8, {"rollout", "score", "optimize"}),
+        ("rm__lr", 1e-5, {"train_rm"}),
+        ("rewards__reward_model", None, {"score"}),
+        ("preferences__validation_share", 0.5, {"split_preferences"}),
+        ("evaluate__samples", 9, {"evaluate", "evaluate_sft"}),
+        ("sft__max_samples", 7, {"tokenize_sft"}),
+        ("task__config", {"min_word_len": 4}, {"prepare_task"}),
+    ],
+)
+def test_one_key_changed_makes_every_round_of_its_stages_stale_and_no_other(
+    committed, key, value, expected
+):
+    path = committed / "params.yaml"
+    with Changed(path):
+        write(path, change(small_params(), **{key: value}))
+        found = stale(committed)
+    rounds = small_params()["rounds"]
+    wanted = {
+        f"{name}@{number}" if "foreach" in DOCUMENT["stages"][name] else name
+        for name in expected
+        for number in rounds
+    }
+    assert set(found) == wanted
+    assert {key for changes in found.values() for key in changes["params.yaml"]} == {
+        key.replace("__", ".")
+    }
+
+
+def test_comments_order_and_spelling_of_numbers_change_nothing(committed):
+    path = committed / "params.yaml"
+    values = small_params(temperature=1.0, sft__lr=1e-5)
+    with Changed(path):
+        write(path, values)
+        before = stale(committed)
+        backwards = dict(reversed(values.items()))
+        write(path, backwards)
+        text = path.read_text().replace("temperature: 1.0", "temperature: 1  # a comment")
+        path.write_text(text.replace("lr: 1.0e-05", "lr: 0.00001"))
+        assert "0.00001" in path.read_text() or "1e-05" in path.read_text()
+        assert stale(committed) == before
+
+
+def test_another_round_concerns_its_own_stages_and_the_report(committed):
+    path = committed / "params.yaml"
+    rounds = {"1": "models/sft", "2": "models/policy/1", "3": "models/policy/2"}
+    with Changed(path):
+        write(path, small_params(rounds=rounds))
+        found = set(stale(committed))
+    assert found == {"rollout@3", "score@3", "optimize@3", "evaluate@3", "report"}
+
+
+def test_another_start_of_a_round_concerns_that_round_and_the_report(committed):
+    path = committed / "params.yaml"
+    with Changed(path):
+        write(path, small_params(rounds={"1": "models/sft", "2": "models/sft"}))
+        found = set(stale(committed))
+    assert found == {"rollout@2", "score@2", "optimize@2", "report"}
+
+
+@pytest.mark.parametrize("module", ["stages/core/rl/objectives.py", "stages/core/text/chat.py"])
+def test_an_edited_module_makes_exactly_its_stages_stale(committed, module):
+    path = committed / module
+    with Changed(path):
+        path.write_text(path.read_text() + "# edited\n")
+        found = stale(committed)
+    assert names_of(found) == EDITS[module]
+    for changes in found.values():
+        assert all(covers(dependency, module) for dependency in changes)
+
+
+def test_a_new_module_that_nobody_imports_makes_no_stage_stale_after_sync(committed):
+    """A new file in a folder that stands for all its modules: the tool then lists them singly."""
+    path = committed / "stages" / "core" / "rl" / "new.py"
+    path.write_text("X = 1\n")
+    try:
+        script = committed / "stages" / "optimize.py"
+        dependencies = code_dependencies(script, committed)
+        assert "stages/core/rl" not in dependencies
+        assert "stages/core/rl/objectives.py" in dependencies
+    finally:
+        path.unlink()
+
+
+def test_a_rule_or_a_file_under_data_source_concerns_the_stages_that_may_read_it(committed):
+    path = committed / "data" / "source" / "my_rules.py"
+    path.write_text("def check(text, answer, entry):\n    return 1.0\n")
+    try:
+        found = names_of(stale(committed))
+    finally:
+        path.unlink()
+    readers = {"tokenize_sft", "tokenize_preferences", "rollout", "evaluate", "evaluate_sft"}
+    assert found == readers
+
+
+LITTER = [
+    "stages/core/__pycache__/errors.cpython-311.pyc",
+    "stages/store/common/__pycache__/params.cpython-312.pyc",
+    "data/source/__pycache__/my_rules.cpython-311.pyc",
+    "stages/core/rl/.objectives.py.swp",
+    "stages/core/rl/.objectives.py.swo",
+    "stages/core/rl/objectives.py~",
+    "stages/core/rl/#objectives.py#",
+    "stages/core/rl/.#objectives.py",
+    "stages/core/rl/.DS_Store",
+    "stages/core/rl/.ipynb_checkpoints/objectives-checkpoint.py",
+    "data/source/.gitkeep",
+    "data/curves/optimize/.1.csv.partial",
+    "data/figures/.gitignore",
+]
+
+
+def test_byte_code_and_what_editors_leave_change_nothing(committed):
+    made = [committed / name for name in LITTER if not (committed / name).exists()]
+    for path in made:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("litter\n")
+    try:
+        assert stale(committed) == {}
+    finally:
+        for path in made:
+            path.unlink()
+
+
+def test_another_clone_with_the_same_outputs_is_up_to_date(committed, tmp_path):
+    run(committed, "git", "add", "--all")
+    run(committed, "git", "commit", "--quiet", "--message", "lock")
+    run(tmp_path, "git", "clone", "--quiet", committed, "clone")
+    clone = tmp_path / "clone"
+    for folder in ("data", "models", "plots", "metrics", ".dvc/cache"):
+        shutil.copytree(committed / folder, clone / folder, dirs_exist_ok=True)
+    for path in (clone / "stages").rglob("*.py"):
+        os.utime(path, (1, 1))
+    assert stale(clone) == {}
+
+
+def test_a_clone_has_the_folder_that_dataset_knobs_name(committed, tmp_path):
+    run(tmp_path, "git", "clone", "--quiet", committed, "clone")
+    assert (tmp_path / "clone" / "data" / "source").is_dir()
