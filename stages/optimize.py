@@ -17,6 +17,7 @@ import torch
 
 from stages.core.errors import InputError
 from stages.core.models.compute import accelerator as make_accelerator
+from stages.core.rl.advantages import has_spread
 from stages.core.rl.epochs import (
     Seen,
     Settings,
@@ -101,7 +102,7 @@ def optimize(
         check_weights(learner.policy, "policy")
         if learner.critic is not None:
             check_weights(learner.critic, "critic")
-        found = round_figures(rows, goal, seen, steps, settings)
+        found = round_figures(goal, seen, steps, settings)
         provenance = {"stage": "optimize", "round": round_number, "loss": knobs.loss}
         write_table(updates, UPDATES, update_rows(rows, goal, seen, round_number), provenance)
     state = TrainerState(
@@ -198,21 +199,23 @@ def curve_row(step: int, round_number: int, record) -> dict:
     }
 
 
-def round_figures(rows: Rows, goal: Targets, seen: Seen, steps: list[dict], settings) -> dict:
+def round_figures(goal: Targets, seen: Seen, steps: list[dict], settings) -> dict:
     """The round's figures; each is defined in docs/metrics.md."""
     used, lengths = goal.used, goal.lengths
-    rewards = goal.rewards[used]
-    spread = [
-        (goal.rewards[(goal.groups == group) & used]).unique().numel() < 2
-        for group in goal.groups.unique()
-    ]
+    flat = [not has_spread(goal.rewards[rows]) for rows in usable_groups(goal)]
+    advantages = torch.cat(scorable(goal.advantages, used))
+    explained = None
+    if goal.values_old is not None:
+        explained = explained_variance(
+            scorable(goal.values_old, used), scorable(goal.returns, used)
+        )
     values = goal.values_old
     return {
         "steps": len(steps),
         "epochs": steps[-1]["epoch"] + 1,
-        "reward_shaped": rewards.mean().item(),
-        "advantage_std": torch.cat(goal.advantages).std().item() if lengths.sum() > 1 else None,
-        "groups_without_spread": sum(spread) / len(spread),
+        "reward_shaped": goal.rewards[used].mean().item(),
+        "advantage_std": advantages.std().item() if len(advantages) > 1 else None,
+        "groups_without_spread": sum(flat) / len(flat),
         "unscorable": int((~used).sum()),
         "ratio_mean": token_mean(seen.ratio_mean, lengths),
         "ratio_max": seen.ratio_max[~seen.ratio_max.isnan()].max().item(),
@@ -224,9 +227,20 @@ def round_figures(rows: Rows, goal: Targets, seen: Seen, steps: list[dict], sett
         "grad_norm": sum(step["grad_norm"] for step in steps) / len(steps),
         "lr": steps[-1]["lr"],
         "value_loss": None if values is None else sum(s["value_loss"] for s in steps) / len(steps),
-        "explained_variance": None if values is None else explained_variance(values, goal.returns),
+        "explained_variance": explained,
         "skipped": sum(step["skipped"] for step in steps),
     }
+
+
+def usable_groups(goal: Targets):
+    """Row numbers of the scorable completions of each group."""
+    for group in goal.groups.unique():
+        yield ((goal.groups == group) & goal.used).nonzero()[:, 0]
+
+
+def scorable(parts: list[torch.Tensor], used: torch.Tensor) -> list[torch.Tensor]:
+    """The parts of the scorable completions: unscorable ones have no advantage and no return."""
+    return [part for part, scored in zip(parts, used.tolist(), strict=True) if scored]
 
 
 def update_rows(rows: Rows, goal: Targets, seen: Seen, round_number: int):

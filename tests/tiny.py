@@ -17,6 +17,7 @@ SMALL = {
     "task.name": "spell_backward",
     "task.config": {"min_word_len": 3, "max_word_len": 3},
     "task.sft_rows": 24,
+    "task.sft_wrong_share": 0.0,
     "task.preference_rows": 24,
     "task.prompt_rows": 12,
     "task.heldout_rows": 6,

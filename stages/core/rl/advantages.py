@@ -54,7 +54,7 @@ def group_advantages(
 
 
 def _advantages_of_one_group(rewards: Tensor, baseline: Baseline, scale: Scale) -> Tensor:
-    if not _has_spread(rewards):
+    if not has_spread(rewards):
         return torch.zeros_like(rewards)
     size = len(rewards)
     centered = rewards - rewards.mean()
@@ -115,7 +115,7 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     valid = x[mask]
     if len(valid) < 2:
         return torch.where(mask, x, 0.0)
-    if not _has_spread(valid):
+    if not has_spread(valid):
         return torch.zeros_like(x)
     whitened = (x - valid.mean()) * torch.rsqrt(valid.var() + WHITEN_EPS)
     return torch.where(mask, whitened, 0.0)
@@ -144,7 +144,8 @@ def shape_token_rewards(rewards: Tensor, kl: Tensor, action_mask: Tensor, beta: 
     return torch.where(action_mask, score - beta * kl, 0.0)
 
 
-def _has_spread(x: Tensor) -> bool:
+def has_spread(x: Tensor) -> bool:
+    """(N,) -> whether the values differ by more than rounding; False for fewer than two."""
     if len(x) < 2:
         return False
     largest = max(1.0, x.abs().max().item())
