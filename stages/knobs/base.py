@@ -38,8 +38,8 @@ def choice(description: str, *options: str) -> type:
 
 Seed = whole("Seed of every random stream; another seed is another run.", ge=0)
 Device = text(
-    "Where models run: auto (CUDA, else MPS, else CPU), or cpu, cuda, cuda:1, mps.",
-    pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$",
+    "Where models run: auto (CUDA, else MPS, else CPU), or cpu, cuda, mps.",
+    pattern=r"^(auto|cpu|cuda|mps)$",
 )
 Precision = choice(
     "Arithmetic of the forward and backward passes; weights and optimizer stay float32.",
