@@ -22,8 +22,8 @@ from stages.core.preferences import (
 )
 from stages.core.randomness import seed_everything
 from stages.core.reward_model import scores
-from stages.core.training.batching import plan_epoch
-from stages.core.training.steps import adamw, check_weights, chunks, ema, rate_of_update, update
+from stages.core.training.steps import check_weights, chunks
+from stages.core.training.supervised import Fit, Recipe
 from stages.knobs.train_rm import Knobs
 from stages.store.checkpoints import new_scorer, save_model
 from stages.store.common import params
@@ -64,50 +64,25 @@ def train_rm(
 
 def train(accelerator, scorer, rows, knobs: Knobs) -> list[dict]:
     """All epochs; returns one row of figures per optimizer step."""
-    rm = knobs.rm
-    plan = [
-        step
-        for epoch in range(rm.epochs)
-        for step in plan_epoch(
-            pair_lengths(rows),
-            rm.train_batch_size,
-            rm.batch_acc,
-            rm.drop_last,
-            knobs.seed,
-            "train_rm",
-            epoch,
-        )
-    ]
-    optimizer = adamw(scorer, rm.lr, rm.weight_decay)
-    seed_everything(knobs.seed, "train_rm", "dropout")
-    scorer.train()
-    records, average = [], None
-    bar = progress(plan, "reward model")
-    for done, step in enumerate(bar):
-        batches = [[rows[i] for i in batch] for batch in step]
-        count = sum(map(len, batches))
-        lr = rate_of_update(done, rm.lr, rm.warmup_steps, len(plan))
-        right: list[int] = []
-        with accelerator.autocast():
-            shares = (loss_share(scorer, batch, count, rm.centering, right) for batch in batches)
-            result = update(
-                accelerator, scorer, optimizer, shares, lr, rm.max_norm, knobs.nonfinite
-            )
-        average = ema(average, result.loss)
-        records.append(
-            {
-                "step": done + 1,
-                "loss": result.loss,
-                "loss_ema": average,
-                "accuracy": sum(right) / count,
-                "lr": lr,
-                "grad_norm": result.grad_norm,
-                "pairs": count,
-                "skipped": result.skipped,
-            }
-        )
-        bar.set_postfix(loss=f"{average:.3f}", refresh=False)
-    scorer.eval()
+    knobs_of_rm = knobs.rm.model_dump(exclude={"centering"})
+    recipe = Recipe(stage="train_rm", seed=knobs.seed, nonfinite=knobs.nonfinite, **knobs_of_rm)
+    right: list[int] = []
+    fit = Fit(
+        accelerator,
+        scorer,
+        rows,
+        pair_lengths(rows),
+        recipe,
+        share_of=lambda pairs, count: loss_share(scorer, pairs, count, knobs.rm.centering, right),
+        count_of=len,
+    )
+    bar, records = progress(fit.steps(), "reward model", len(fit.plan())), []
+    for record in bar:
+        record["pairs"] = record.pop("count")
+        record["accuracy"] = sum(right) / record["pairs"]
+        right.clear()
+        records.append(record)
+        bar.set_postfix(loss=f"{record['loss_ema']:.3f}", refresh=False)
     return records
 
 

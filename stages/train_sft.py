@@ -13,10 +13,9 @@ import click
 import torch
 
 from stages.core.models.compute import accelerator as make_accelerator
-from stages.core.randomness import seed_everything
 from stages.core.sft import loss_share, predicted
-from stages.core.training.batching import plan_epoch
-from stages.core.training.steps import adamw, check_weights, ema, rate_of_update, update
+from stages.core.training.steps import check_weights
+from stages.core.training.supervised import Fit, Recipe
 from stages.knobs.train_sft import Knobs
 from stages.store.checkpoints import load_policy, save_model
 from stages.store.common import params
@@ -51,48 +50,23 @@ def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> 
 
 def train(accelerator, policy, rows, knobs: Knobs) -> list[dict]:
     """All epochs; returns one row of figures per optimizer step."""
-    sft = knobs.sft
-    plan = [
-        step
-        for epoch in range(sft.epochs)
-        for step in plan_epoch(
-            rows.lengths("input_ids"),
-            sft.train_batch_size,
-            sft.batch_acc,
-            sft.drop_last,
-            knobs.seed,
-            "train_sft",
-            epoch,
-        )
-    ]
-    optimizer = adamw(policy, sft.lr, sft.weight_decay)
-    seed_everything(knobs.seed, "train_sft", "dropout")
-    policy.train()
-    records, average = [], None
-    bar = progress(plan, "sft")
-    for done, step in enumerate(bar):
-        batches = [[rows[i] for i in batch] for batch in step]
-        count = sum(predicted(row["labels"]) for batch in batches for row in batch)
-        lr = rate_of_update(done, sft.lr, sft.warmup_steps, len(plan))
-        with accelerator.autocast():
-            shares = (loss_share(policy, batch, count) for batch in batches)
-            result = update(
-                accelerator, policy, optimizer, shares, lr, sft.max_norm, knobs.nonfinite
-            )
-        average = ema(average, result.loss)
-        records.append(
-            {
-                "step": done + 1,
-                "loss": result.loss,
-                "loss_ema": average,
-                "lr": lr,
-                "grad_norm": result.grad_norm,
-                "tokens": count,
-                "skipped": result.skipped,
-            }
-        )
-        bar.set_postfix(loss=f"{average:.3f}", refresh=False)
-    policy.eval()
+    recipe = Recipe(
+        stage="train_sft", seed=knobs.seed, nonfinite=knobs.nonfinite, **knobs.sft.model_dump()
+    )
+    fit = Fit(
+        accelerator,
+        policy,
+        rows,
+        rows.lengths("input_ids"),
+        recipe,
+        share_of=lambda batch, count: loss_share(policy, batch, count),
+        count_of=lambda batch: sum(predicted(row["labels"]) for row in batch),
+    )
+    bar, records = progress(fit.steps(), "sft", len(fit.plan())), []
+    for record in bar:
+        record["tokens"] = record.pop("count")
+        records.append(record)
+        bar.set_postfix(loss=f"{record['loss_ema']:.3f}", refresh=False)
     return records
 
 
