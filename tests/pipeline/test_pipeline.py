@@ -196,16 +196,18 @@ def test_metrics_experiments_and_plots_can_be_read(repository):
     plots = dvc(repository, "plots", "show", "--json").stdout
     drawn = json.loads(plots[plots.index("{") :])
     assert not drawn.get("errors"), drawn["errors"]
-    curves = {point["dvc_data_version_info"]["field"] for point in points(drawn["data"])}
-    assert {"reward", "accuracy_sampled", "kl", "loss"} <= curves
-    assert len(drawn["data"]) == len(plain(repository / "dvc.yaml")["plots"])
-
-
-def points(drawn):
-    """Every data point of `dvc plots show --json`."""
-    for plot in drawn.values():
-        for entry in plot:
-            yield from json.loads(entry["content"])["data"]["values"]
+    declared = {
+        title: curve
+        for plot in plain(repository / "dvc.yaml")["plots"]
+        for title, curve in plot.items()
+    }
+    assert set(drawn["data"]) == set(declared)
+    for title, curve in declared.items():
+        points = drawn["data"][title][0]["content"]["data"]["values"]
+        for columns in curve["y"].values():
+            for column in [columns] if isinstance(columns, str) else columns:
+                assert [float(point[column]) for point in points if point[column]], title
+        assert all(float(point[curve["x"]]) >= 0 for point in points)
 
 
 def test_an_experiment_in_a_folder_of_its_own_leaves_the_workspace_alone(repository):

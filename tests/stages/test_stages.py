@@ -373,7 +373,8 @@ def test_an_evaluation_has_one_greedy_answer_and_the_sampled_ones_of_each_prompt
 
 
 def test_every_policy_is_asked_the_same_questions_with_the_same_draws(finished, copy):
-    options = {"--policy": "models/sft", "--out": "data/evaluations/again.parquet"}
+    shutil.copytree(copy / "models" / "sft", copy / "models" / "twin")
+    options = {"--policy": "models/twin", "--out": "data/evaluations/again.parquet"}
     succeed(copy, "evaluate@1", options | {"--figures": "data/figures/again.json"})
     assert rows(copy, "evaluations/again") == rows(finished, "evaluations/sft")
 
@@ -701,6 +702,13 @@ def test_a_model_of_nan_is_never_saved_even_where_every_loss_is_left_out(copy, s
     save_file(weights, start / "model.safetensors", {"format": "pt"})
     refuse(copy, stage, nonfinite="skip")
     assert not output.exists() and not list(output.parent.glob(".*"))
+
+
+def test_a_buffer_that_makes_the_loss_nan_ends_with_exit_code_1_and_no_model(copy):
+    shutil.rmtree(copy / "models" / "policy" / "1")
+    rewritten(copy, lambda row: {"log_probs_old": [float("nan")] * len(row["log_probs_old"])})
+    assert "the loss is nan; nonfinite: stop. Nothing was saved" in refuse(copy, "optimize@1")
+    assert not (copy / "models" / "policy" / "1").exists()
 
 
 def test_an_old_policy_stays_where_its_update_fails(copy):
