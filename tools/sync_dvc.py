@@ -25,6 +25,8 @@ def imported_modules(script: Path, root: Path = ROOT) -> set[Path]:
         if path in found:
             continue
         found.add(path)
+        packages = [parent / "__init__.py" for parent in path.parents if root in parent.parents]
+        waiting += [package for package in packages if package.is_file()]
         for name in _imports(ast.parse(path.read_text(encoding="utf-8"))):
             module = root / (name.replace(".", "/") + ".py")
             if module.is_file():

@@ -1,6 +1,7 @@
 """What every stage script does around its own work: one-line errors, no orphans, fixed threads."""
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -23,6 +24,8 @@ class Stage(click.Command):
 
     def invoke(self, ctx: click.Context):
         stop_with_parent()
+        gc.freeze()
+        gc.enable()
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         name = self.name.replace("-", "_")  # as in dvc.yaml; click makes a dash of it
         try:

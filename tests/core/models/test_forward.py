@@ -42,6 +42,14 @@ each_layout = pytest.mark.parametrize("prompts", PROMPTS.values(), ids=PROMPTS)
 each_way = pytest.mark.parametrize("states_of", [completion_states, full_states])
 
 
+@pytest.fixture(autouse=True, params=["shares", "joins"])
+def route(request, monkeypatch):
+    """Every test both ways: each distinct prompt on its own, and only the opening shared."""
+    pays = 0 if request.param == "shares" else float("inf")
+    monkeypatch.setattr("stages.core.models.forward.SHARING_PAYS", pays)
+    return request.param
+
+
 def sliding_mistral() -> MistralForCausalLM:
     torch.manual_seed(0)
     config = MistralConfig(
@@ -155,14 +163,15 @@ def test_padding_on_either_side_is_marked_by_lengths():
     assert mask.tolist() == [[False, True, True], [True, True, True]]
 
 
-def test_an_opening_is_read_once_each_prompt_once_and_no_last_token_needlessly():
+def test_an_opening_is_read_once_each_prompt_once_and_no_last_token_needlessly(route):
     model, fed = llama(), []
     model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: fed.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     prompts = [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 9, 9], [1, 2, 3, 9, 9]]
     completion_states(model.base_model, prompts, [[5, 6, 7]] * 4)
-    assert fed == [(1, 3), (2, 2), (4, 2)]  # opening, rest of two prompts, all but the last token
+    # The opening, then the rests of two prompts and all but the last token; or those in one pass.
+    assert fed == ([(1, 3), (2, 2), (4, 2)] if route == "shares" else [(1, 3), (4, 4)])
 
 
 @torch.no_grad()
