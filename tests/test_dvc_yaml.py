@@ -45,12 +45,12 @@ def imports(tmp_path_factory) -> dict[str, set[str]]:
     for folder in [root / "stages", *(p for p in (root / "stages").rglob("*") if p.is_dir())]:
         (folder / "__init__.py").touch()
     found = {}
-    for script in (ROOT / "stages").glob("*.py"):
+    for script in (ROOT / "stages").glob("[a-z]*.py"):
         finder = ModuleFinder(path=[str(root)])
         finder.run_script(str(root / "stages" / script.name))
         files = {Path(m.__file__) for m in finder.modules.values() if m.__file__}
         relative = {str(f.relative_to(root)) for f in files}
-        found[script.stem] = {name for name in relative if not name.endswith("__init__.py")}
+        found[script.stem] = {name for name in relative if (ROOT / name).is_file()}
     return found
 
 
