@@ -15,6 +15,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MistralConfig,
+    MistralForCausalLM,
 )
 
 from stages.core import tiny
@@ -157,3 +159,22 @@ def buffer_row(
         "log_probs_ref": None,
         "values_old": None,
     } | more
+
+
+def sliding_mistral() -> MistralForCausalLM:
+    """A model whose layers keep a window of 4 tokens, so that its prompts cannot be shared."""
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.15,
+        sliding_window=4,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return MistralForCausalLM(config).eval()

@@ -8,8 +8,6 @@ from transformers import (
     GraniteConfig,
     GraniteForCausalLM,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
 )
 
 from stages.core.models.forward import (
@@ -23,7 +21,7 @@ from stages.core.models.forward import (
     right_pad,
 )
 from stages.core.models.log_probs import token_log_probs
-from tests.models import POLICIES, gpt2, llama, llama_config, plain_logits
+from tests.models import POLICIES, gpt2, llama, llama_config, plain_logits, sliding_mistral
 
 PROMPTS = {
     "one row": [[5, 6, 7, 8]],
@@ -48,24 +46,6 @@ def route(request, monkeypatch):
     pays = 0 if request.param == "shares" else float("inf")
     monkeypatch.setattr("stages.core.models.forward.SHARING_PAYS", pays)
     return request.param
-
-
-def sliding_mistral() -> MistralForCausalLM:
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=48,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.15,
-        sliding_window=4,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return MistralForCausalLM(config).eval()
 
 
 def state_of(model, ids: list[int]) -> torch.Tensor:

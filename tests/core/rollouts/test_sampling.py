@@ -8,11 +8,18 @@ from collections import Counter
 
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM
 
 from stages.core.rollouts import sampling as module
 from stages.core.rollouts.sampling import Sampling, sample, uniforms
-from tests.models import POLICIES, gpt2, llama, plain_log_probs, plain_logits, random_ids
+from tests.models import (
+    POLICIES,
+    gpt2,
+    llama,
+    plain_log_probs,
+    plain_logits,
+    random_ids,
+    sliding_mistral,
+)
 
 each_model = pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
 PROMPTS = [[3, 9, 27, 33, 1, 8, 14, 5, 40], [7], [3, 9, 27], [3, 9, 27, 2]]
@@ -283,21 +290,7 @@ def test_dropping_finished_rows_changes_nothing(make, share, monkeypatch):
 
 
 def test_greedy_with_a_sliding_window_is_transformers_generate():
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=48,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.15,
-        sliding_window=4,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = MistralForCausalLM(config).eval()
+    model = sliding_mistral()
     got = sample(model, PROMPTS, None, settings())
     for prompt, row in zip(PROMPTS, got, strict=True):
         assert row.ids == generated(model, [prompt], (), 12)[0]
