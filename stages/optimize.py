@@ -17,7 +17,7 @@ import torch
 
 from stages.core.errors import InputError
 from stages.core.models.compute import accelerator as make_accelerator
-from stages.core.rl.advantages import has_spread
+from stages.core.rl.advantages import has_spread, rows_of_groups
 from stages.core.rl.epochs import (
     Seen,
     Settings,
@@ -202,7 +202,8 @@ def curve_row(step: int, round_number: int, record) -> dict:
 def round_figures(goal: Targets, seen: Seen, steps: list[dict], settings) -> dict:
     """The round's figures; each is defined in docs/metrics.md."""
     used, lengths = goal.used, goal.lengths
-    flat = [not has_spread(goal.rewards[rows]) for rows in usable_groups(goal)]
+    groups = rows_of_groups(goal.groups, used)
+    flat = [not has_spread(goal.rewards[rows]) for rows in groups]
     advantages = torch.cat(scorable(goal.advantages, used))
     explained = None
     if goal.values_old is not None:
@@ -230,12 +231,6 @@ def round_figures(goal: Targets, seen: Seen, steps: list[dict], settings) -> dic
         "explained_variance": explained,
         "skipped": sum(step["skipped"] for step in steps),
     }
-
-
-def usable_groups(goal: Targets):
-    """Row numbers of the scorable completions of each group."""
-    for group in goal.groups.unique():
-        yield ((goal.groups == group) & goal.used).nonzero()[:, 0]
 
 
 def scorable(parts: list[torch.Tensor], used: torch.Tensor) -> list[torch.Tensor]:

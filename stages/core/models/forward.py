@@ -174,13 +174,7 @@ def joined_states(
     )
     seen = torch.arange(rows.shape[1], device=device) < row_lengths[:, None]
     hidden = step(backbone, rows, torch.cat([opened, seen], 1), cache)
-    ids, lengths = right_pad(completions, device)
-    starts = torch.tensor([len(rest) - 1 for rest in rests], device=device)
-    columns = starts[:, None] + torch.arange(ids.shape[1] + read_last, device=device)
-    columns = columns.clamp(max=rows.shape[1] - 1)
-    return States(
-        hidden.gather(1, columns[..., None].expand(-1, -1, hidden.shape[-1])), ids, lengths
-    )
+    return _cut_out(hidden, [len(rest) - 1 for rest in rests], completions, read_last)
 
 
 def full_states(
@@ -195,13 +189,19 @@ def full_states(
     rows, row_lengths = right_pad([[*prompt, *completion] for prompt, completion in pairs], device)
     mask = torch.arange(rows.shape[1], device=device) < row_lengths[:, None]
     hidden = backbone(input_ids=rows, attention_mask=mask.long(), use_cache=False).last_hidden_state
+    return _cut_out(hidden, [len(prompt) - 1 for prompt in prompts], completions, read_last)
+
+
+def _cut_out(
+    hidden: Tensor, starts: list[int], completions: Sequence[Ids], read_last: bool
+) -> States:
+    """Hidden states (B, S, D) of whole rows -> those from each row's start on, as `States`."""
+    device = hidden.device
     ids, lengths = right_pad(completions, device)
-    starts = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
-    columns = starts[:, None] + torch.arange(ids.shape[1] + read_last, device=device)
-    columns = columns.clamp(max=rows.shape[1] - 1)
-    return States(
-        hidden.gather(1, columns[..., None].expand(-1, -1, hidden.shape[-1])), ids, lengths
-    )
+    columns = torch.arange(ids.shape[1] + read_last, device=device)
+    columns = torch.tensor(starts, device=device)[:, None] + columns
+    columns = columns.clamp(max=hidden.shape[1] - 1)[..., None]
+    return States(hidden.gather(1, columns.expand(-1, -1, hidden.shape[-1])), ids, lengths)
 
 
 def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:

@@ -47,10 +47,19 @@ def group_advantages(
         raise ValueError(f"a reward is {lowest:g}, but scale 'mean' (MaxRL) needs rewards >= 0")
     advantages = torch.zeros_like(rewards)
     usable = ~rewards.isnan()
-    for group in groups.unique():
-        rows = usable & (groups == group)
+    for rows in rows_of_groups(groups, usable):
         advantages[rows] = _advantages_of_one_group(rewards[rows], baseline, scale)
     return advantages
+
+
+def rows_of_groups(groups: Tensor, usable: Tensor) -> list[Tensor]:
+    """(B,) int, (B,) bool -> the usable row numbers of each group, in order of group and row.
+
+    A group without a usable row gives an empty tensor.
+    """
+    order = groups.argsort(stable=True)
+    sizes = groups.unique(return_counts=True)[1].tolist()
+    return [rows[usable[rows]] for rows in order.split(sizes)]
 
 
 def _advantages_of_one_group(rewards: Tensor, baseline: Baseline, scale: Scale) -> Tensor:
