@@ -103,7 +103,8 @@ def optimize(
         if learner.critic is not None:
             check_weights(learner.critic, "critic")
         found = round_figures(goal, seen, steps, settings)
-        provenance = {"stage": "optimize", "round": round_number, "loss": knobs.loss}
+        provenance = {"stage": "optimize", "round": round_number, "policy": str(start)}
+        provenance |= {"loss": knobs.loss}
         write_table(updates, UPDATES, update_rows(rows, goal, seen, round_number), provenance)
     state = TrainerState(
         step=step,

@@ -56,7 +56,7 @@ def rollout(
         )
         total = knobs.prompts_per_step * knobs.num_rollouts
         rows = tally.watch(progress(rows, f"rollout {round_number}", total))
-        provenance = {"stage": "rollout", "round": round_number, "prompt_cursor": None}
+        provenance = {"stage": "rollout", "round": round_number, "policy": str(policy)}
         write_table(
             out, ROLLOUTS, rows, lambda: provenance | {"prompt_cursor": engine.counts.cursor}
         )

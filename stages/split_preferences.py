@@ -18,7 +18,7 @@ from stages.knobs.split_preferences import Knobs
 from stages.store.common import params
 from stages.store.common.command import Stage, say
 from stages.store.common.metrics import write_json
-from stages.store.tables import PAIRS, iterate_rows, write_table
+from stages.store.tables import PAIRS, iterate_rows, read_provenance, write_table
 
 
 @click.command(cls=Stage)
@@ -34,10 +34,13 @@ def split_preferences(pairs: Path, train: Path, validation: Path, figures: Path)
     def held_out(row: dict) -> bool:
         return derive(knobs.seed, "split_preferences", *row["prompt_ids"]) < share * 2**63
 
+    def provenance() -> dict:
+        return read_provenance(pairs) | {"stage": "split_preferences"}
+
     counts = {}
     for path, side in ((train, False), (validation, True)):
         rows = (row for row in iterate_rows(pairs, PAIRS) if held_out(row) is side)
-        counts[path.stem] = write_table(path, PAIRS, rows, {"stage": "split_preferences"})
+        counts[path.stem] = write_table(path, PAIRS, rows, provenance)
     if not all(counts.values()):
         for path in (train, validation):
             path.unlink()

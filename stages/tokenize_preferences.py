@@ -38,7 +38,8 @@ def tokenize_preferences(task: Path, base: Path, out: Path, figures: Path) -> No
     totals = {"truncated": 0, "masked_by_offsets": 0}
     rows = progress(rows, "tokenize")
     encoded = encode(tokenizer, rows, knobs.preferences.max_length, intake, totals)
-    write_table(out, PAIRS, encoded, {"stage": "tokenize_preferences", "source": name})
+    provenance = {"stage": "tokenize_preferences", "source": name, "tokenizer": str(base)}
+    write_table(out, PAIRS, encoded, provenance)
     intake.report()
     if not intake.kept:
         raise InputError(f"{name}: no pair was kept of {intake.rows}")

@@ -37,7 +37,8 @@ def tokenize_sft(task: Path, base: Path, out: Path, figures: Path) -> None:
     intake = Intake(name)
     totals = {"tokens": 0, "trained_tokens": 0, "truncated": 0, "masked_by_offsets": 0}
     encoded = encode(tokenizer, progress(rows, "tokenize"), knobs.sft, intake, totals)
-    write_table(out, SFT, encoded, {"stage": "tokenize_sft", "source": name})
+    provenance = {"stage": "tokenize_sft", "source": name, "tokenizer": str(base)}
+    write_table(out, SFT, encoded, provenance)
     intake.report()
     if not intake.kept:
         raise InputError(f"{name}: no row was kept of {intake.rows}")

@@ -117,6 +117,26 @@ def lines(path):
 # What stages write.
 
 
+@pytest.mark.parametrize(
+    ("name", "stage", "model"),
+    [
+        ("sft", "tokenize_sft", "models/base"),
+        ("preferences/pairs", "tokenize_preferences", "models/base"),
+        ("preferences/validation", "split_preferences", "models/base"),
+        ("evaluations/sft", "evaluate", "models/sft"),
+        ("rollouts/round-2", "rollout", "models/policy/1"),
+        ("buffers/round-2", "score", "models/policy/1"),
+        ("updates/round-2", "optimize", "models/policy/1"),
+    ],
+)
+def test_every_table_names_its_stage_and_the_model_folder_that_knows_its_tokens(
+    finished, name, stage, model
+):
+    made = tables.read_provenance(finished / "data" / f"{name}.parquet")
+    assert made["stage"] == stage
+    assert [made[key] for key in ("tokenizer", "policy") if key in made] == [model]
+
+
 def test_the_task_has_as_many_rows_as_asked_for_and_no_question_twice(finished):
     found = {path.stem: lines(path) for path in (finished / "data" / "task").iterdir()}
     sizes = {name: len(entries) for name, entries in found.items()}

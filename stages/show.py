@@ -1,0 +1,192 @@
+"""Show any artifact of the pipeline: `python -m stages.show PATH`. No stage: it writes nothing.
+
+    data/buffers/round-3.parquet   a table (Parquet, CSV, JSONL): columns, rows, single tokens
+    data/buffers                   the tables of all rounds as one
+    models/policy/3                a model folder: parameters, dtype, where it came from
+    data/figures/optimize/3.json   figures
+
+It reads what it shows and no more (store/show/rows.py), and prints plain text into a pipe.
+"""
+
+import gc
+import json
+from pathlib import Path
+
+import click
+
+from stages.core.errors import InputError
+from stages.core.show import text
+from stages.core.show.conditions import Condition, parse
+from stages.core.show.tokens import MEASURES, spans
+from stages.store.common.metrics import read_json
+from stages.store.show import models
+from stages.store.show.pieces import Pieces
+from stages.store.show.rows import Summary, Table, is_table
+
+# What --worst goes by: the first of these that a table has.
+WORTH = ("reward", "reward_shaped", "reward_correctness", "correct")
+
+
+class Viewer(click.Command):
+    """A command whose bad input ends in one line on stderr and exit code 1."""
+
+    def invoke(self, ctx: click.Context):
+        gc.enable()
+        try:
+            return super().invoke(ctx)
+        except InputError as error:
+            raise click.ClickException(text.harmless(str(error))) from error
+
+
+@click.command(cls=Viewer)
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--round", "round_number", type=int, help="Rows of this round.")
+@click.option("--group", type=int, help="Rows of this group: the completions of one prompt.")
+@click.option("--sample", type=int, help="Rows with this number in their group.")
+@click.option("--where", help="Rows that fit, e.g. \"reward < 0.5 and completion != ''\".")
+@click.option("--sort", help="Lowest of this column first; highest first with a minus: -reward.")
+@click.option("--worst", is_flag=True, help="Lowest reward first.")
+@click.option("--rows", "count", type=click.IntRange(min=1), default=10, help="How many (10).")
+@click.option("--columns", help="Only these, in this order: prompt,completion,reward.")
+@click.option("--full", is_flag=True, help="Long texts and lists whole.")
+@click.option("--summary/--no-summary", default=None, help="Columns; shown if no rows are chosen.")
+@click.option("--tokens", is_flag=True, help="The first of the rows, token by token.")
+@click.option("--colour", type=click.Choice(MEASURES), default=MEASURES[0], help="Of the tokens.")
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="Model folder for --tokens.")
+def show(path: Path, summary: bool | None, tokens: bool, colour: str, tokenizer, **chosen) -> None:
+    """Show a table, a model folder or a file of figures."""
+    out = text.console()
+    if not path.exists():
+        raise InputError(f"{path}: missing; `dvc repro` makes it, `dvc checkout` brings it back")
+    if models.is_model(path):
+        for name, value in models.describe(path).items():
+            text.wrapped(out, text.Text(text.harmless(f"{name:<14}{value}")))
+    elif path.suffix == ".json":
+        for line in json.dumps(read_json(path), indent=2, ensure_ascii=False).splitlines():
+            text.wrapped(out, text.Text(text.harmless(line)))
+    elif is_table(path):
+        table = Table(path)
+        table.where(conditions(chosen))
+        if tokens:
+            return show_tokens(out, table, chosen, colour, tokenizer)
+        any_chosen = any(chosen[name] for name in chosen if name not in ("count", "full"))
+        show_table(out, table, chosen, not any_chosen if summary is None else summary)
+    else:
+        raise InputError(
+            f"{path}: expected a .parquet, .csv, .jsonl or .json file, a model folder or a folder"
+            " of Parquet tables"
+        )
+
+
+def conditions(chosen: dict) -> list[Condition]:
+    """What --round, --group, --sample and --where ask of a row."""
+    named = {"round": chosen["round_number"], "group": chosen["group"], "sample": chosen["sample"]}
+    plain = [Condition(name, "==", value) for name, value in named.items() if value is not None]
+    return plain + (parse(chosen["where"]) if chosen["where"] else [])
+
+
+def show_table(out, table: Table, chosen: dict, summary: bool) -> None:
+    """Head, summary where asked for, rows: without --columns no ids, and no column of nulls."""
+    if chosen["columns"]:
+        columns = [table.field(name).name for name in chosen["columns"].split(",")]
+    else:
+        columns = [f.name for f in table.schema if not str(f.type).startswith("list<element: int")]
+    rows = select(table, chosen, chosen["count"], columns)
+    if not chosen["columns"]:
+        known = {name for row in rows for name, value in row.items() if value is not None}
+        rows = [{name: row[name] for name in row if name in known} for row in rows]
+    fitting = "" if table.condition is None else " that fit"
+    text.wrapped(out, text.Text(f"{table.path}: {table.count():,} rows{fitting}", "bold"))
+    if summary:
+        for name, made in table.provenance().items():
+            line = "  ".join(f"{key} {value}" for key, value in made.items())
+            text.wrapped(out, text.Text(text.harmless(f"{name}: {line}")))
+        out.print()
+        text.print_rows(out, [summary_row(entry) for entry in table.summary()])
+        out.print()
+    text.print_rows(out, text.shown(rows, chosen["full"]))
+
+
+def summary_row(entry: Summary) -> dict[str, str]:
+    """One column of the table as text; `items` is the mean length of a list."""
+    figures = {
+        "nulls": entry.nulls,
+        "mean": entry.mean,
+        "lowest": entry.low,
+        "highest": entry.high,
+        "items": entry.length,
+    }
+    row = {"column": text.harmless(entry.name), "type": entry.kind}
+    return row | {name: "" if x is None else text.cell(x) for name, x in figures.items()}
+
+
+def select(table: Table, chosen: dict, count: int, columns: list[str] | None = None) -> list[dict]:
+    """The first `count` rows in the order that --sort or --worst asks for."""
+    key = chosen["sort"]
+    if chosen["worst"]:
+        if key:
+            raise InputError("--worst sorts already; leave out --sort")
+        key = next((name for name in WORTH if name in table.schema.names), WORTH[0])
+    if key is None:
+        return table.first(count, columns)
+    return table.extreme(count, key.removeprefix("-"), key.startswith("-"), columns)
+
+
+def show_tokens(out, table: Table, chosen: dict, colour: str, tokenizer: Path | None) -> None:
+    """The first row of the selection: its tokens in a line, and one by one with their figures."""
+    rows = select(table, chosen, 1)
+    if not rows:
+        raise InputError(f"{table.path}: no row fits")
+    row = rows[0]
+    buffer, update = joined(table.path, row)
+    parts = spans(row | buffer, update)
+    if not parts:
+        raise InputError(f"{table.path}: no column of token ids; there are {', '.join(row)}")
+    known = [name for part in parts for name in part.figures]
+    if known and colour not in known:
+        raise InputError(f"{table.path}: no {colour} of the tokens; there are {', '.join(known)}")
+    pieces = Pieces(tokenizer or tokenizer_folder(table))
+    texts = [[text.harmless(piece) for piece in pieces.of(part.ids)] for part in parts]
+    head = {name: text.cell(x) for name, x in row.items() if not isinstance(x, list | str)}
+    text.print_record(out, {"first of": f"{table.count():,} rows"} | head)
+    out.print()
+    text.print_spans(out, parts, texts, colour)
+    for part, texts_of_part in zip(parts, texts, strict=True):
+        if part.figures:
+            out.print()
+            text.print_rows(out, text.token_rows(part, texts_of_part))
+
+
+def joined(path: Path, row: dict) -> tuple[dict, dict | None]:
+    """(columns of the buffer, row of the update) of the same completion, where these files lie.
+
+    They lie beside the table's folder: data/buffers/round-k.parquet, data/updates/round-k.parquet.
+    """
+    if not {"round", "group", "sample"} <= row.keys():
+        return {}, None
+    home = (path if path.is_dir() else path.parent).parent
+    same = [Condition(name, "==", row[name]) for name in ("round", "group", "sample")]
+    found = {}
+    for folder in ("buffers", "updates"):
+        file = home / folder / f"round-{row['round']}.parquet"
+        rows = []
+        if file.is_file():
+            other = Table(file)
+            other.where(same)
+            rows = other.first(1)
+        found[folder] = rows[0] if rows else None
+    return found["buffers"] or {}, found["updates"]
+
+
+def tokenizer_folder(table: Table) -> Path:
+    """The model folder named in the table's provenance, seen from here or from its repository."""
+    made = next(iter(table.provenance().values()), {})
+    name = made.get("policy") or made.get("tokenizer")
+    if not name:
+        raise InputError(f"{table.path}: names no model; say which one with --tokenizer")
+    homes = [Path(), *table.path.resolve().parents]
+    return next((home / name for home in homes if (home / name).is_dir()), Path(name))
+
+
+if __name__ == "__main__":
+    show()

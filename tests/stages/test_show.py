@@ -1,0 +1,169 @@
+"""`python -m stages.show`: what a person sees of each artifact."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from stages.core.tiny import byte_tokenizer, random_llama
+from stages.show import show
+from stages.store.checkpoints import save_model
+from tests.handmade import write_run
+from tests.tiny import ROOT
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A tiny run's folder; tests only read it."""
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+def seen(*words, columns=120) -> list[str]:
+    """Lines that the command prints into a pipe, without the spaces at their ends."""
+    result = CliRunner().invoke(show, list(map(str, words)), env={"COLUMNS": str(columns)})
+    assert result.exit_code == 0, result.output
+    return [line.rstrip() for line in result.output.splitlines()]
+
+
+def refused(*words) -> str:
+    result = CliRunner().invoke(show, list(map(str, words)))
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    return result.output.removeprefix("Error: ").strip()
+
+
+def test_a_table_shows_size_provenance_columns_and_first_rows(root):
+    path = root / "data/buffers/round-1.parquet"
+    lines = seen(path, "--rows", 1)
+    assert lines[0] == f"{path}: 4 rows"
+    assert lines[1] == "round-1.parquet: rows 4  policy models/sft  round 1  stage buffers"
+    table = {line.split()[0]: line.split()[1:] for line in lines if line}
+    assert table["column"] == ["type", "nulls", "mean", "lowest", "highest", "items"]
+    assert table["reward"] == ["float", "0", "-0.2188", "-0.875", "0.625"]
+    assert table["completion_ids"][:4] == ["list", "of", "int32", "0"]
+    assert lines.count("  prompt  <|im_start|>user\\nab<|im_end|>") == 1
+
+
+def test_chosen_rows_come_without_the_summary_unless_it_is_asked_for(root):
+    words = (root / "data/buffers", "--where", "reward_correctness == 0", "--round", 1)
+    words += ("--columns", "completion,reward", "--worst", "--rows", 2)
+    lines = seen(*words)
+    assert lines == [
+        f"{root}/data/buffers: 3 rows that fit",
+        "file     completion  reward",
+        "round-1  zy\\x1b[2J   -0.875",
+        "round-1  zy          -0.375",
+    ]
+    assert seen(*words, "--summary")[-3:] == lines[-3:]
+    assert any(
+        line.startswith("advantage") or "lowest" in line for line in seen(*words, "--summary")
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (["--group", 1, "--round", 1], ["zy\\x1b[2J", "zy"]),
+        (["--sort", "reward", "--rows", 2], ["zy\\x1b[2J", "zy"]),
+        (["--sort", "-reward", "--rows", 1], ["ba"]),
+        (["--sample", 0, "--sort", "completion"], ["ba", "yz", "zy\\x1b[2J"]),
+        (["--where", "completion == 'y' and round > 1"], ["y"]),
+        (["--group", 77], []),
+    ],
+)
+def test_rows_are_chosen_by_number_condition_and_order(root, options, wanted):
+    lines = seen(root / "data/buffers", *options, "--columns", "completion")
+    assert [line.split()[1] for line in lines[2:]] == wanted
+
+
+def test_tokens_of_one_row_are_told_apart_and_explained(root):
+    path = root / "data/rollouts/round-1.parquet"
+    lines = seen(path, "--tokens", "--group", 0, "--sample", 1, "--colour", "advantage")
+    assert "prompt     <|im_start|>user\\nab<|im_end|>" in lines
+    assert "completion b<|im_end|>" in lines
+    start = next(i for i, line in enumerate(lines) if line.startswith("#"))
+    assert [line.split() for line in lines[start:]] == [
+        ["#", "id", "token", "log-prob", "reference", "advantage", "ratio"],
+        ["0", "71", "b", "-0.25", "0.5", "-0.5", "1.25"],
+        ["1", "2", "<|im_end|>", "-0.5", "0.5", "-0.5", "1.25"],
+    ]
+
+
+@pytest.mark.parametrize("folder", ["buffers", "updates", "rollouts"])
+def test_every_table_of_a_round_knows_its_tokens(root, folder):
+    lines = seen(root / "data" / folder, "--round", 2, "--tokens", "--where", "group == 0")
+    assert lines[0].startswith("first of 2 rows")
+    assert "completion yz<|im_end|>" in lines
+
+
+def test_on_a_terminal_each_token_has_its_colour(root):
+    words = [str(root / "data/rollouts"), *"--tokens --group 1 --round 1 --colour".split()]
+    terminal = {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm", "NO_COLOR": None}
+    certain, unlikely = (
+        CliRunner().invoke(show, [*words, colour], color=True, env=terminal).output
+        for colour in ("reference", "advantage")
+    )
+    assert "\x1b[30;48;2;174;220;182m" in certain  # half a nat above the reference: half green
+    assert "\x1b[30;48;2;244;109;92m" in unlikely  # the largest advantage below 0: full red
+    assert "\x1b[2mx" in certain  # the prompt is dim
+    assert "\x1b[2J" not in certain and "\\x1b" in certain
+
+
+def test_nothing_wraps_wider_than_a_narrow_terminal(root):
+    for options in (["--no-summary"], ["--tokens", "--group", 1], ["--worst", "--rows", 3]):
+        lines = seen(root / "data/buffers/round-1.parquet", *options, columns=40)
+        figures = [
+            line for line in lines if not line.lstrip().startswith(("prompt ", "completion "))
+        ]
+        assert max(map(len, figures[1:])) <= 40
+
+
+def test_a_model_folder_tells_its_size_and_history(tmp_path):
+    tokenizer = byte_tokenizer(64)
+    model = random_llama(tokenizer, 16, 32, 1, 2, 64, 0.1, 0.0)
+    save_model(tmp_path, model, tokenizer)
+    table = dict(line.split(maxsplit=1) for line in seen(tmp_path))
+    assert table["parameters"] == f"{sum(p.numel() for p in model.parameters()):,} F32"
+    assert table["architecture"] == "LlamaForCausalLM"
+
+
+def test_figures_and_curves_are_shown_too(tmp_path):
+    (tmp_path / "f.json").write_text(json.dumps({"loss": 0.5, "note\x1b": "é"}))
+    assert seen(tmp_path / "f.json") == ["{", '  "loss": 0.5,', '  "note\\u001b": "é"', "}"]
+    (tmp_path / "c.csv").write_text("step,loss\n1,0.5\n2,0.25\n")
+    assert seen(tmp_path / "c.csv", "--sort", "loss", "--rows", 1)[1:] == [
+        "step  loss",
+        "   2  0.25",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data/none.parquet"], "data/none.parquet: missing; `dvc repro` makes it"),
+        (["models"], "expected a .parquet, .csv, .jsonl or .json file, a model folder"),
+        (["data/buffers", "--where", "rewards < 1"], "no column 'rewards'; there are round, group"),
+        (["data/buffers", "--columns", "a,b"], "no column 'a'; there are round"),
+        (["data/buffers", "--where", "exec('1')"], "expected `column operator value`"),
+        (["data/buffers", "--worst", "--sort", "kl"], "leave out --sort"),
+        (["data/buffers", "--tokens", "--group", "9"], "no row fits"),
+        (
+            ["data/updates", "--round", "2", "--sample", "1", "--tokens", "--colour", "ratio"],
+            "no ratio of the tokens; there are log-prob, reference, advantage",
+        ),
+        (["data/buffers", "--tokens", "--tokenizer", "models"], "tokenizer.json: missing"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_in_one_line(root, monkeypatch, words, said):
+    monkeypatch.chdir(root)
+    message = refused(*words)
+    assert said in message and "\n" not in message
+
+
+def test_it_starts_without_torch_and_transformers(root):
+    code = "import sys, stages.show; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert done.stdout.strip() == b"[]", done.stderr
