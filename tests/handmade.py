@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from stages.core.tiny import byte_tokenizer
-from stages.store.tables import BUFFERS, ROLLOUTS, UPDATES, write_table
+from stages.store.tables import BUFFERS, EVALUATIONS, ROLLOUTS, UPDATES, write_table
 
 # round, group, sample, word, completion, correct, advantage, clipped share
 COMPLETIONS = [
@@ -14,11 +14,20 @@ COMPLETIONS = [
     (2, 0, 0, "xyz", "yz", False, 0.25, 0.5),
     (2, 0, 1, "xyz", "y", False, -0.75, None),
 ]
+# round, prompt_index, greedy, completion, correct; the answers to both prompts are "ba"
+ANSWERS = [
+    (1, 3, True, "ba", True),
+    (1, 3, False, "bb", False),
+    (1, 4, True, "ba", True),
+    (2, 3, True, "bb", False),
+    (2, 3, False, "bb", False),
+    (2, 4, True, "ba", True),
+]
 MODEL = "models/sft"
 
 
 def write_run(root: Path) -> Path:
-    """Rollouts, buffers and updates of two rounds under `root`/data, and the tokenizer's folder."""
+    """All tables of two rounds under `root`/data, and the tokenizer's folder."""
     tokenizer = byte_tokenizer(64)
     tokenizer.save_pretrained(root / MODEL)
     for number in (1, 2):
@@ -30,7 +39,29 @@ def write_run(root: Path) -> Path:
                 [{name: entry[name] for name in schema.names} for entry in rows],
                 {"stage": folder, "round": number, "policy": MODEL},
             )
+        write_table(
+            root / "data" / "evaluations" / f"round-{number}.parquet",
+            EVALUATIONS,
+            [answer(tokenizer, *entry[1:]) for entry in ANSWERS if entry[0] == number],
+            {"stage": "evaluate", "policy": MODEL},
+        )
     return root
+
+
+def answer(tokenizer, prompt_index, greedy, said, correct) -> dict:
+    """All columns of one answer to a held-out prompt."""
+    return {
+        "prompt_index": prompt_index,
+        "sample": 0,
+        "greedy": greedy,
+        "prompt": "ab",
+        "answer": "ba",
+        "completion": said,
+        "completion_ids": [*tokenizer(said)["input_ids"], 2],
+        "finished": True,
+        "correct": correct,
+        "reward_correctness": float(correct),
+    }
 
 
 def row(tokenizer, number, group, sample, word, said, correct, advantage, clipped) -> dict:

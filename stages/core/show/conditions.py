@@ -1,7 +1,7 @@
 """Conditions on rows as people type them: `reward < 0.5 and finished == true`.
 
     conditions := condition { "and" condition }
-    condition  := column ( "<" | "<=" | "==" | "=" | "!=" | ">=" | ">" ) literal
+    condition  := column ( "<" | "<=" | "==" | "=" | "!=" | ">=" | ">" | "~" ) literal
     literal    := number | 'text' | "text" | true | false | null
 
 Nothing that is typed is ever run as code.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from stages.core.errors import InputError
 
-CONDITION = re.compile(r"\s*(\w+)\s*(<=|>=|==|!=|<|>|=)\s*('[^']*'|\"[^\"]*\"|[^\s'\"]+)\s*")
+CONDITION = re.compile(r"\s*(\w+)\s*(<=|>=|==|!=|<|>|=|~)\s*('[^']*'|\"[^\"]*\"|[^\s'\"]+)\s*")
 AND = re.compile(r"and(\s+|$)")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 WORDS = {"true": True, "false": False, "null": None}
@@ -22,7 +22,7 @@ Literal = bool | int | float | str | None
 
 @dataclass(frozen=True)
 class Condition:
-    """`column operator value`; the operator is one of < <= == != >= >."""
+    """`column operator value`; the operator is one of < <= == != >= > and ~ (text contains)."""
 
     column: str
     operator: str

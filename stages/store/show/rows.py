@@ -95,6 +95,10 @@ class Table:
         wanted, order = _literal_of(kind)
         if not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool):
             raise InputError(f"condition {said!r} {value!r}: column {condition.column!r} is {kind}")
+        if condition.operator == "~":
+            if wanted is not str:
+                raise InputError(f"condition {said!r}: column {condition.column!r} is {kind}")
+            return pc.match_substring(column, value)
         if not order and condition.operator not in ("==", "!="):
             raise InputError(f"condition {said!r}: column {condition.column!r} is {kind}: == or !=")
         # 0.1 in float32 is another number than 0.1: the literal becomes what the column holds.

@@ -19,6 +19,7 @@ from stages.core.show.conditions import Condition, parse
             [("completion", ">=", "a and b"), ("group", "==", 7)],
         ),
         ('answer == "it\'s"   and  kl > .1 ', [("answer", "==", "it's"), ("kl", ">", 0.1)]),
+        ("completion~'ab'", [("completion", "~", "ab")]),
         ("x == ''", [("x", "==", "")]),
     ],
 )

@@ -132,6 +132,7 @@ def test_text_is_compared_as_text(tmp_path):
     path.write_text("".join(json.dumps({"answer": x}) + "\n" for x in ("b", "it's", "a")))
     assert where(path, "answer >= 'b'").first(9) == [{"answer": "b"}, {"answer": "it's"}]
     assert where(path, 'answer == "it\'s"').count() == 1
+    assert where(path, "answer ~ 't'").first(9) == [{"answer": "it's"}]
 
 
 @pytest.mark.parametrize(
@@ -142,6 +143,7 @@ def test_text_is_compared_as_text(tmp_path):
         ("group == 'x'", "column 'group' is int32"),
         ("group == true", "column 'group' is int32"),
         ("used == 1", "column 'used' is bool"),
+        ("group ~ 1", "column 'group' is int32"),
         ("used < true", "'used' is bool: == or !="),
         ("kl < null", "null goes with == and != only"),
     ],

@@ -1,0 +1,98 @@
+"""The README's snippets over the tables, each run as it stands; answers known from the rows."""
+
+import re
+import shlex
+import shutil
+from collections import defaultdict
+from contextlib import chdir
+
+import pytest
+from click.testing import CliRunner
+
+from stages.show import show
+from tests.handmade import COMPLETIONS, write_run
+from tests.tiny import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def section(title: str) -> str:
+    return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def blocks(title: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", section(title), re.DOTALL)
+
+
+BLOCKS = blocks("Reading the tables with other tools")
+TOOLS = ["duckdb", "pandas", "polars", "datasets"]
+
+
+def plain(table) -> list[tuple]:
+    """The rows of whatever a tool returns, in one order."""
+    if isinstance(table, list):
+        return sorted((value,) for value in table)
+    if hasattr(table, "fetchall"):
+        rows = table.fetchall()
+    elif hasattr(table, "rows"):
+        rows = table.rows()
+    elif hasattr(table, "to_frame") or hasattr(table, "itertuples"):
+        table = table.to_frame() if hasattr(table, "to_frame") else table
+        rows = table.itertuples(index=False, name=None)
+    else:
+        rows = zip(*table.to_dict().values(), strict=True)
+    return sorted(map(tuple, rows))
+
+
+def mean_advantage_by_length() -> list[tuple]:
+    found = defaultdict(list)
+    for *_, said, _, advantage, _ in COMPLETIONS:
+        found[len(said) + 1].append(advantage)
+    return sorted((length, sum(x) / len(x)) for length, x in found.items())
+
+
+def test_there_is_a_snippet_for_each_tool():
+    assert [re.search("|".join(TOOLS), block)[0] for block in BLOCKS] == TOOLS
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=TOOLS)
+def test_a_snippet_answers_its_three_questions(block, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    found = {}
+    with chdir(write_run(tmp_path)):
+        exec(block, found)
+        never, clipped, by_length = (plain(found[x]) for x in ("never", "clipped", "by_length"))
+    assert never == [("<|im_start|>user\nxyz<|im_end|>",)]
+    assert clipped == [(1, "b", 1.5), (2, "yz", 2.0)]
+    assert by_length == [pytest.approx(row) for row in mean_advantage_by_length()]
+
+
+def test_the_readme_finds_what_got_worse_and_what_was_reinforced(tmp_path):
+    found = {}
+    with chdir(write_run(tmp_path)):
+        exec("".join(blocks("Why did a held-out prompt get worse?")), found)
+        worse, reinforced = found["worse"].fetchall(), found["reinforced"].fetchall()
+    assert worse == [(3, "ba", "ba", "bb")]
+    assert reinforced == [(0, 0, "yz", "zyx", 0.0, None, 0.25)]
+
+
+RENAMED = {"5": "1"}
+
+
+def commands() -> list[list[str]]:
+    """The words after `python -m stages.show` of each such line of the README."""
+    lines = re.findall(r"^    python -m stages\.show (.*)$", README, re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_a_command_of_the_readme_shows_something(words, tmp_path):
+    """A round and a group that the tiny run lacks become some that it has."""
+    words = [RENAMED.get(word, word).replace("round-3", "round-1") for word in words]
+    with chdir(write_run(tmp_path)):
+        if words[0].startswith("models/policy"):
+            (tmp_path / "models/policy").mkdir(parents=True)
+            shutil.copytree(tmp_path / "models/sft", tmp_path / words[0])
+            (tmp_path / words[0] / "config.json").write_text("{}")
+        result = CliRunner().invoke(show, words)
+    assert result.exit_code == 0, result.output
