@@ -74,7 +74,9 @@ def answer_rows(model, tokenizer, verify, prompts, knobs: Knobs):
     count = knobs.evaluate.samples
     at_once = max(1, knobs.evaluate.batch_size // count)
     shape = (count, knobs.max_new_tokens)
-    for numbers in progress(chunks(list(range(len(prompts))), at_once), "evaluate"):
+    asked = right = 0
+    bar = progress(chunks(list(range(len(prompts))), at_once), "evaluate")
+    for numbers in bar:
         ids = [prompts[i].ids for i in numbers]
         draws = torch.stack([uniforms(knobs.seed, "evaluate", 0, i, shape) for i in numbers])
         greedy = sample(model, ids, None, sampling)
@@ -82,7 +84,11 @@ def answer_rows(model, tokenizer, verify, prompts, knobs: Knobs):
         for place, i in enumerate(numbers):
             answers = [greedy[place], *sampled[place * count : (place + 1) * count]]
             for number, completion in enumerate(answers):
-                yield answer_row(tokenizer, rules, knobs.verifier, prompts[i], number, completion)
+                row = answer_row(tokenizer, rules, knobs.verifier, prompts[i], number, completion)
+                asked, right = asked + 1, right + row["correct"]
+                yield row
+        tokens = sum(len(completion.ids) for completion in [*greedy, *sampled])
+        bar.tell(tokens, accuracy=right / asked)
 
 
 def answer_row(

@@ -9,6 +9,7 @@ Writes  models/policy/k (with trainer/: optimizer, critic, counters), data/updat
 The buffer is only read. Sampling again is left to the next round.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,7 @@ from stages.store.common.command import Stage, progress, say
 from stages.store.common.metrics import write_curve, write_json
 from stages.store.sources.tokenizers import load_tokenizer
 from stages.store.tables import BUFFERS, UPDATES, Rows, random_access, read_provenance, write_table
+from stages.store.tracking import tracking
 
 
 @click.command(cls=Stage)
@@ -83,22 +85,28 @@ def optimize(
         seen = Seen(len(rows))
         steps = []
         step = learner.state.step
-        for record in progress(
-            optimize_policy(
-                accelerator,
-                learner.policy,
-                learner.critic,
-                learner.optimizers,
-                rows,
-                goal,
-                settings,
-                step,
-                seen,
-            ),
-            f"optimize {round_number}",
-        ):
-            step += 1
-            steps.append(curve_row(step, round_number, record))
+        records = optimize_policy(
+            accelerator,
+            learner.policy,
+            learner.critic,
+            learner.optimizers,
+            rows,
+            goal,
+            settings,
+            step,
+            seen,
+        )
+        each_epoch = math.ceil(len(rows) / (settings.train_batch_size * settings.batch_acc))
+        tokens = int(goal.lengths.sum()) // each_epoch
+        reward = goal.rewards[goal.used].mean().item()
+        name = f"optimize {round_number}"
+        bar = progress(records, name, settings.ppo_epochs * each_epoch)
+        with tracking(f"optimize-{round_number}", knobs.model_dump()) as log:
+            for record in bar:
+                step += 1
+                steps.append(curve_row(step, round_number, record))
+                log(steps[-1])
+                bar.tell(tokens, reward=reward, loss=record.policy.loss, kl=record.kl)
         check_weights(learner.policy, "policy")
         if learner.critic is not None:
             check_weights(learner.critic, "critic")

@@ -1,8 +1,10 @@
-"""Stage `report`: gather the figures of all stages into the tables that people read.
+"""Stage `report`: gather the figures of all stages into the tables and the page that people read.
 
-Reads   data/figures, data/curves
-Knobs   rounds (which rounds there are: files of dropped rounds may still lie about)
-Writes  metrics/ for `dvc metrics`, plots/ for `dvc plots`
+Reads   data/figures, data/curves; of data/evaluations, data/buffers and data/updates a few rows;
+        docs/metrics.md for the meaning of the figures
+Knobs   rounds (which rounds there are: files of dropped rounds may still lie about), and all of
+        params.yaml to show it
+Writes  metrics/ for `dvc metrics`, plots/ for `dvc plots`, reports/index.html
 
 Every figure is defined in docs/metrics.md.
 """
@@ -13,23 +15,42 @@ from pathlib import Path
 import click
 
 from stages.core.errors import InputError
+from stages.core.page.page import Run, definitions, page, spread
 from stages.knobs.report import Knobs
 from stages.store.common import params
 from stages.store.common.command import Stage, say
 from stages.store.common.files import replacing
 from stages.store.common.metrics import read_json, write_curve, write_json
+from stages.store.excerpts import answers, changed_prompts, completions, telling_groups
 
 EVALUATED = ("accuracy_sampled", "accuracy_greedy", "length", "finished")
+PROMPTS, GROUPS = 4, 2  # shown at either end
 
 
 @click.command(cls=Stage)
 @click.option("--figures", type=click.Path(path_type=Path), required=True)
 @click.option("--curves", type=click.Path(path_type=Path), required=True)
+@click.option("--evaluations", type=click.Path(path_type=Path), required=True)
+@click.option("--buffers", type=click.Path(path_type=Path), required=True)
+@click.option("--updates", type=click.Path(path_type=Path), required=True)
+@click.option("--meanings", type=click.Path(path_type=Path), required=True)
 @click.option("--metrics", type=click.Path(path_type=Path), required=True)
 @click.option("--plots", type=click.Path(path_type=Path), required=True)
-def report(figures: Path, curves: Path, metrics: Path, plots: Path) -> None:
-    """Gather figures and curves."""
-    rounds = [int(key) for key in params.load(Knobs).rounds]
+@click.option("--page", "pages", type=click.Path(path_type=Path), required=True)
+def report(
+    figures: Path,
+    curves: Path,
+    evaluations: Path,
+    buffers: Path,
+    updates: Path,
+    meanings: Path,
+    metrics: Path,
+    plots: Path,
+    pages: Path,
+) -> None:
+    """Gather figures, curves and samples."""
+    knobs = params.load(Knobs)
+    rounds = [int(key) for key in knobs.rounds]
     table = [round_row(figures, number) for number in [0, *rounds]]
     sft, rm = read_json(figures / "train_sft.json"), read_json(figures / "train_rm.json")
     with replacing(metrics, folder=True) as folder:
@@ -45,6 +66,20 @@ def report(figures: Path, curves: Path, metrics: Path, plots: Path) -> None:
         write_curve(folder / "sft.csv", read_curve(curves / "train_sft.csv"))
         write_curve(folder / "rm.csv", read_curve(curves / "train_rm.csv"))
         write_curve(folder / "steps.csv", steps_of(curves, rounds))
+    run = Run(
+        rounds=knobs.rounds,
+        table=[row | details(figures, row["round"]) for row in table],
+        sft=read_curve(curves / "train_sft.csv"),
+        rm=read_curve(curves / "train_rm.csv"),
+        steps=steps_of(curves, rounds),
+        rm_figures=rm,
+        samples=samples(evaluations, rounds),
+        groups={number: groups(buffers, updates, number) for number in rounds},
+        params=params.read(),
+        definitions=definitions(meanings.read_text(encoding="utf-8")),
+    )
+    with replacing(pages, folder=True) as folder:
+        (folder / "index.html").write_text(page(run), encoding="utf-8", newline="\n")
     last = table[-1]
     before, after = table[0]["accuracy_sampled"], last["accuracy_sampled"]
     gain = None if before is None or after is None else after - before
@@ -63,6 +98,46 @@ def round_row(figures: Path, number: int) -> dict:
     for name in ("kl_ref", "kl", "clipped_fraction", "entropy", "grad_norm"):
         row[name] = updated.get(name)
     return row
+
+
+def details(figures: Path, number: int) -> dict:
+    """More figures of a round, for the page alone; none of round 0."""
+    if not number:
+        return {}
+    sampled = read_json(figures / "rollout" / f"{number}.json")
+    scored = read_json(figures / "score" / f"{number}.json")
+    updated = read_json(figures / "optimize" / f"{number}.json")
+    rules = ("reward_correctness", "reward_format", "reward_length")
+    return (
+        {name: sampled.get(name) for name in rules}
+        | {f"{name}_rollout": sampled[name] for name in ("length", "finished")}
+        | {"reward_model": scored["reward_model"]}
+        | {name: updated[name] for name in ("advantage_std", "groups_without_spread")}
+    )
+
+
+def samples(evaluations: Path, rounds: list[int]) -> list[dict]:
+    """The held-out prompts that changed most, with the answers of evenly spaced rounds."""
+    paths = {0: evaluations / "sft.parquet"}
+    paths |= {number: evaluations / f"round-{number}.parquet" for number in rounds}
+    changes = changed_prompts(paths[0], paths[rounds[-1]], PROMPTS)
+    numbers = [number for number, _ in changes]
+    shown = {number: answers(paths[number], numbers) for number in spread([0, *rounds])}
+    return [
+        {name: shown[0][prompt][0][name] for name in ("prompt_index", "prompt", "answer")}
+        | {"change": change}
+        | {"cells": [(number, found.get(prompt, [])) for number, found in shown.items()]}
+        for prompt, change in changes
+    ]
+
+
+def groups(buffers: Path, updates: Path, number: int) -> list[tuple[str, list[dict]]]:
+    """The telling groups of a round, each with its heading."""
+    name = f"round-{number}.parquet"
+    chosen = telling_groups(buffers / name, GROUPS)
+    wanted = [group for found in chosen.values() for group in found]
+    found = completions(buffers / name, updates / name, wanted)
+    return [(heading, found[group]) for heading, named in chosen.items() for group in named]
 
 
 def steps_of(curves: Path, rounds: list[int]) -> list[dict]:

@@ -21,7 +21,7 @@ from stages.core.rollouts.sampling import Sampling
 from stages.knobs.rollout import Knobs
 from stages.store.checkpoints import load_policy, load_trainer
 from stages.store.common import params
-from stages.store.common.command import Stage, progress, say
+from stages.store.common.command import Bar, Stage, progress, say
 from stages.store.common.metrics import write_json
 from stages.store.sources.prompts import context_limit, load_prompts, reward_columns
 from stages.store.sources.tokenizers import load_tokenizer
@@ -122,8 +122,8 @@ class Tally:
         self.known: dict[str, int] = {}
         self.right = 0
 
-    def watch(self, rows):
-        for row in rows:
+    def watch(self, bar: Bar):
+        for row in bar:
             self.count += 1
             self.tokens += len(row["completion_ids"])
             self.finished += row["finished"]
@@ -132,6 +132,8 @@ class Tally:
                     self.sums[name] = self.sums.get(name, 0.0) + row[name]
                     self.known[name] = self.known.get(name, 0) + 1
             self.right += row["reward_correctness"] == 1.0
+            means = {name: self.sums[name] / self.known[name] for name in self.sums}
+            bar.tell(len(row["completion_ids"]), **means)
             yield row
 
     def figures(self) -> dict:

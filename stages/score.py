@@ -10,6 +10,7 @@ One model is in memory at a time. What depends on the objective is left to `opti
 KL shaping, clip.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +23,14 @@ from stages.store.checkpoints import load_policy, load_scorer, load_trainer, new
 from stages.store.common import params
 from stages.store.common.command import Stage, progress, say
 from stages.store.common.metrics import write_json
-from stages.store.tables import BUFFERS, ROLLOUTS, iterate_batches, read_provenance, write_table
+from stages.store.tables import (
+    BUFFERS,
+    ROLLOUTS,
+    iterate_batches,
+    open_table,
+    read_provenance,
+    write_table,
+)
 
 
 @click.command(cls=Stage)
@@ -38,15 +46,19 @@ def score(
     """Score one round of completions."""
     knobs = params.load(Knobs)
     provenance = read_rollout_provenance(rollouts)
+    with open_table(rollouts, ROLLOUTS) as file:
+        total = file.metadata.num_rows
     accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
 
     def each_batch(name: str, model, measure: Callable) -> list:
         found = []
         with accelerator.autocast():
-            for batch in progress(
-                iterate_batches(rollouts, ROLLOUTS, knobs.score_batch_size), name
-            ):
+            batches = iterate_batches(rollouts, ROLLOUTS, knobs.score_batch_size)
+            bar = progress(batches, name, math.ceil(total / knobs.score_batch_size))
+            for batch in bar:
                 found += measure(model, batch.to_pylist())
+                lists = (batch["prompt_ids"], batch["completion_ids"])
+                bar.tell(sum(len(ids.flatten()) for ids in lists))
         return found
 
     critic_path = load_trainer(policy).critic

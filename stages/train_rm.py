@@ -8,6 +8,7 @@ Writes  models/rm (a sequence classifier with one label), a curve by step, figur
 What a score counts in the reward is left to `score`.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -16,7 +17,9 @@ import torch
 from stages.core.models.compute import accelerator as make_accelerator
 from stages.core.preferences import (
     bradley_terry_loss,
+    calibration,
     calibration_error,
+    gap_histogram,
     preference_accuracy,
     tie_share,
 )
@@ -32,6 +35,7 @@ from stages.store.common.files import replacing
 from stages.store.common.metrics import write_curve, write_json
 from stages.store.sources.tokenizers import load_tokenizer
 from stages.store.tables import PAIRS, random_access
+from stages.store.tracking import tracking
 
 
 @click.command(cls=Stage)
@@ -50,7 +54,8 @@ def train_rm(
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         seed_everything(knobs.seed, "train_rm", "head")
         scorer = new_scorer(sft, knobs.attention, accelerator.device)
-        steps = train(accelerator, scorer, rows, knobs)
+        with tracking("train_rm", knobs.model_dump()) as log:
+            steps = train(accelerator, scorer, rows, knobs, log)
         check_weights(scorer, "models/rm")
         with accelerator.autocast():
             found = validate(scorer, held_out, knobs.rm)
@@ -62,8 +67,8 @@ def train_rm(
     say(found)
 
 
-def train(accelerator, scorer, rows, knobs: Knobs) -> list[dict]:
-    """All epochs; returns one row of figures per optimizer step."""
+def train(accelerator, scorer, rows, knobs: Knobs, log: Callable[[dict], None]) -> list[dict]:
+    """All epochs; returns one row of figures per optimizer step, each logged as it comes."""
     knobs_of_rm = knobs.rm.model_dump(exclude={"centering"})
     recipe = Recipe(stage="train_rm", seed=knobs.seed, nonfinite=knobs.nonfinite, **knobs_of_rm)
     right: list[int] = []
@@ -82,7 +87,8 @@ def train(accelerator, scorer, rows, knobs: Knobs) -> list[dict]:
         record["accuracy"] = sum(right) / record["pairs"]
         right.clear()
         records.append(record)
-        bar.set_postfix(loss=f"{record['loss_ema']:.3f}", refresh=False)
+        log(record)
+        bar.tell(record["pairs"], "pairs", loss=record["loss_ema"], accuracy=record["accuracy"])
     return records
 
 
@@ -125,6 +131,8 @@ def validate(scorer, rows, rm) -> dict:
         "validation_loss": bradley_terry_loss(chosen, rejected, margin, 0.0).mean().item(),
         "validation_margin": (chosen - rejected).mean().item(),
         "calibration_error": calibration_error(chosen, rejected),
+        "calibration": calibration(chosen, rejected),
+        "gaps": gap_histogram(chosen, rejected),
         "score_mean": torch.cat([chosen, rejected]).mean().item(),
         "score_std": torch.cat([chosen, rejected]).std().item(),
         "validation_pairs": len(rows),

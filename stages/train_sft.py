@@ -7,6 +7,7 @@ Writes  models/sft, a curve of loss and learning rate by step, figures
 Masks and truncation were settled by `tokenize_sft`: a label of -100 is read and not learned.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -24,6 +25,7 @@ from stages.store.common.files import replacing
 from stages.store.common.metrics import write_curve, write_json
 from stages.store.sources.tokenizers import load_tokenizer
 from stages.store.tables import SFT, random_access
+from stages.store.tracking import tracking
 
 
 @click.command(cls=Stage)
@@ -38,7 +40,8 @@ def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> 
     with random_access(data, SFT) as rows:
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         policy = load_policy(base, knobs.attention, accelerator.device)
-        steps = train(accelerator, policy, rows, knobs)
+        with tracking("train_sft", knobs.model_dump()) as log:
+            steps = train(accelerator, policy, rows, knobs, log)
         check_weights(policy, "models/sft")
     with replacing(out, folder=True) as folder:
         save_model(folder, policy, load_tokenizer(base))
@@ -48,8 +51,8 @@ def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> 
     say(found)
 
 
-def train(accelerator, policy, rows, knobs: Knobs) -> list[dict]:
-    """All epochs; returns one row of figures per optimizer step."""
+def train(accelerator, policy, rows, knobs: Knobs, log: Callable[[dict], None]) -> list[dict]:
+    """All epochs; returns one row of figures per optimizer step, each logged as it comes."""
     recipe = Recipe(
         stage="train_sft", seed=knobs.seed, nonfinite=knobs.nonfinite, **knobs.sft.model_dump()
     )
@@ -66,7 +69,8 @@ def train(accelerator, policy, rows, knobs: Knobs) -> list[dict]:
     for record in bar:
         record["tokens"] = record.pop("count")
         records.append(record)
-        bar.set_postfix(loss=f"{record['loss_ema']:.3f}", refresh=False)
+        log(record)
+        bar.tell(record["tokens"], loss=record["loss_ema"])
     return records
 
 

@@ -107,6 +107,12 @@ def test_every_module_is_imported_by_some_stage(imports):
     assert set().union(*imports.values()) == set(MODULES)
 
 
+def test_a_template_is_a_dependency_of_the_stage_that_fills_it():
+    templates = [str(p.relative_to(ROOT)) for p in (ROOT / "stages").rglob("*.j2")]
+    assert templates == ["stages/core/page/page.html.j2"]
+    assert any(covers(dep, templates[0]) for dep in BODIES["report"]["deps"])
+
+
 # By hand: who must run again after an edit.
 EDITS = {
     "stages/core/rl/objectives.py": {"optimize"},
@@ -136,6 +142,8 @@ EDITS = {
         "evaluate_sft",
     },
     "stages/core/training/batching.py": {"train_sft", "train_rm", "optimize"},
+    "stages/core/page/page.py": {"report"},
+    "stages/store/tracking.py": {"train_sft", "train_rm", "optimize"},
     "stages/knobs/optimize.py": {"optimize"},
     "stages/knobs/rollout.py": {"rollout"},
     "stages/store/common/params.py": set(BODIES),
@@ -296,18 +304,18 @@ def another(value):
 
 
 def readers() -> dict[str, set[str]]:
-    """Key -> stages of dvc.yaml whose code reads it."""
+    """Key -> stages of dvc.yaml whose code reads it, the report apart, which shows all keys."""
     found = defaultdict(set)
     for name, stage in BODIES.items():
         for key in keys(KNOBS[script_of(stage)]):
-            found[key].add(name)
+            if name != "report":
+                found[key].add(name)
     return found
 
 
 def test_each_key_makes_exactly_the_stages_stale_that_read_it(committed):
     """All keys change at once: DVC compares key by key and says which one each stage saw."""
     expected = readers()
-    del expected["rounds"]  # its stages come and go: see below
     values = small_params()
     changes = {}
     for key in expected:
@@ -318,13 +326,15 @@ def test_each_key_makes_exactly_the_stages_stale_that_read_it(committed):
     path = committed / "params.yaml"
     with Changed(path):
         write(path, change(values, **changes))
-        seen = defaultdict(set)
-        for stage, found in stale(committed).items():
-            for key in found["params.yaml"]:
+        seen, found = defaultdict(set), stale(committed)
+        shown = set(found.pop("report")["params.yaml"])
+        for stage, change_of in found.items():
+            for key in change_of["params.yaml"]:
                 seen[key].add(stage.split("@")[0])
     assert dict(seen) == dict(expected)
     leaves = {key for key in dotted(small_params()) if not key.startswith(("rounds.", "task.conf"))}
     assert set(seen) - {"task.config"} == leaves
+    assert shown == set(values) - {"rounds"}  # DVC names the sections of a file compared as a whole
 
 
 @pytest.mark.parametrize(
@@ -347,6 +357,7 @@ def test_one_key_changed_makes_every_round_of_its_stages_stale_and_no_other(
     with Changed(path):
         write(path, change(small_params(), **{key: value}))
         found = stale(committed)
+    assert "params.yaml" in found.pop("report")  # it shows all knobs
     rounds = small_params()["rounds"]
     wanted = {
         f"{name}@{number}" if "foreach" in DOCUMENT["stages"][name] else name
@@ -459,7 +470,7 @@ def test_another_clone_with_the_same_outputs_is_up_to_date(committed, tmp_path):
     run(committed, "git", "commit", "--quiet", "--message", "lock")
     run(tmp_path, "git", "clone", "--quiet", committed, "clone")
     clone = tmp_path / "clone"
-    for folder in ("data", "models", "plots", "metrics", ".dvc/cache"):
+    for folder in ("data", "models", "plots", "reports", "metrics", ".dvc/cache"):
         shutil.copytree(committed / folder, clone / folder, dirs_exist_ok=True)
     for path in (clone / "stages").rglob("*.py"):
         os.utime(path, (1, 1))

@@ -4,8 +4,8 @@
     python tools/sync_dvc.py --write    # mend it
 
 For each stage: the modules that its script imports, at any depth (a folder stands for all modules
-in it when the script imports every one), and the keys of its `Knobs`. Data, outs and comments stay
-as they are.
+in it when the script imports every one), and the keys of its `Knobs` (with `whole_file` params.yaml
+as a whole). Data, outs and comments stay as they are.
 """
 
 import ast
@@ -66,9 +66,11 @@ def derived(stage: dict, root: Path = ROOT) -> tuple[list[str], list[str]]:
     from stages.store.common.params import all_knobs, keys
 
     script = script_of(stage)
+    knobs = all_knobs()[script]
+    read = [{"params.yaml": None}] if getattr(knobs, "whole_file", False) else sorted(keys(knobs))
     data = [dep for dep in stage["deps"] if not dep.startswith("stages/")]
     code = code_dependencies(root / "stages" / f"{script}.py", root)
-    return data + code, sorted(keys(all_knobs()[script]))
+    return data + code, read
 
 
 def bodies(document: dict) -> Iterator[tuple[str, dict]]:
@@ -90,7 +92,9 @@ def main() -> None:
         for key, wanted in (("deps", deps), ("params", params)):
             if list(stage[key]) != wanted:
                 differs = True
-                print(f"{name}: {key}: {sorted(set(wanted) ^ set(stage[key]))}")
+                missing = [item for item in wanted if item not in stage[key]]
+                surplus = [item for item in stage[key] if item not in wanted]
+                print(f"{name}: {key}: missing {missing}, surplus {surplus}")
                 stage[key] = wanted
     if differs and "--write" in sys.argv:
         yaml.dump(document, path)

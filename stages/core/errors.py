@@ -4,5 +4,8 @@
 class InputError(Exception):
     """Bad input. The message names the file, row or key, what was found and what was expected.
 
-    Scripts turn it into a one-line message and exit code 1; anything else is a fault of the code.
+    Scripts turn it into a one-line message and exit code 1, and say in one more line what to do
+    next; anything else is a fault of the code.
     """
+
+    advice = "mend that, then `dvc repro`: stages that ended well are not run again"

@@ -41,10 +41,38 @@ def calibration_error(chosen: Tensor, rejected: Tensor, bins: int = 10) -> float
     parts of 0.5..1; the error is the mean over pairs of |accuracy - confidence| of their bin. A tie
     is half right, being a guess at confidence 0.5. 0 without pairs.
     """
-    gap = chosen - rejected
-    confidence = gap.abs().sigmoid()
-    right = (gap.sign() + 1) / 2
-    bin_of_pair = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
-    surplus = torch.zeros(bins, dtype=gap.dtype, device=gap.device)
+    confidence, right, bin_of_pair = _picks(chosen, rejected, bins)
+    surplus = torch.zeros(bins, dtype=right.dtype, device=right.device)
     surplus.index_add_(0, bin_of_pair, right - confidence)
     return surplus.abs().sum().item() / max(1, len(chosen))
+
+
+def _picks(chosen: Tensor, rejected: Tensor, bins: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(B,), (B,) -> (B,) confidence in the pick, (B,) how right it is, (B,) its bin."""
+    gap = chosen - rejected
+    confidence = gap.abs().sigmoid()
+    bin_of_pair = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
+    return confidence, (gap.sign() + 1) / 2, bin_of_pair
+
+
+def calibration(chosen: Tensor, rejected: Tensor, bins: int = 10) -> dict[str, list]:
+    """(B,), (B,) -> mean confidence, accuracy and pairs of each bin of `calibration_error`.
+
+    Bins without a pair are left out.
+    """
+    confidence, right, bin_of_pair = _picks(chosen, rejected, bins)
+    members = [bin_of_pair == number for number in bin_of_pair.unique()]
+    return {
+        "confidence": [confidence[inside].mean().item() for inside in members],
+        "accuracy": [right[inside].mean().item() for inside in members],
+        "pairs": [int(inside.sum()) for inside in members],
+    }
+
+
+def gap_histogram(chosen: Tensor, rejected: Tensor, bins: int = 20) -> dict[str, list]:
+    """(B,), (B,) -> pairs by chosen - rejected, in `bins` equal parts around 0, and their edges."""
+    gap = (chosen - rejected).double()
+    reach = gap.abs().max().item() if len(gap) else 0.0
+    counts = torch.histc(gap, bins, -reach, reach) if reach else torch.zeros(0)
+    edges = torch.linspace(-reach, reach, len(counts) + 1, dtype=torch.float64)
+    return {"edges": edges.tolist(), "pairs": [int(count) for count in counts]}

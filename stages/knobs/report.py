@@ -1,7 +1,7 @@
 """Knobs of `report`, and the one check of `rounds`."""
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
@@ -29,6 +29,8 @@ def chain_of_rounds(rounds: Any) -> Any:
 
 
 class Knobs(Section):
+    whole_file: ClassVar[bool] = True  # the report shows every knob, so DVC compares all of them
+
     rounds: Annotated[
         dict[str, str],
         BeforeValidator(chain_of_rounds),

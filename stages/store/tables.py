@@ -159,12 +159,20 @@ def read_provenance(path: Path) -> dict:
     return json.loads((pq.read_metadata(path).metadata or {}).get(b"provenance", b"{}"))
 
 
-def iterate_batches(path: Path, schema: pa.Schema, size: int = ROWS_PER_GROUP):
-    """Yield the table as record batches of at most `size` rows, checked for forbidden nulls."""
-    start = 0
+def iterate_batches(
+    path: Path,
+    schema: pa.Schema,
+    size: int = ROWS_PER_GROUP,
+    columns: Sequence[str] | None = None,
+):
+    """Yield the table as record batches of at most `size` rows, checked for forbidden nulls.
+
+    With `columns` only those are read.
+    """
+    start, columns = 0, list(schema.names if columns is None else columns)
     with open_table(path, schema) as file:
-        for batch in _readable(path, file.iter_batches(batch_size=size)):
-            for field in schema:
+        for batch in _readable(path, file.iter_batches(batch_size=size, columns=columns)):
+            for field in map(schema.field, columns):
                 _check_nulls(path, batch.column(field.name), field, start)
             yield batch
             start += batch.num_rows

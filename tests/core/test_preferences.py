@@ -5,7 +5,9 @@ import torch
 
 from stages.core.preferences import (
     bradley_terry_loss,
+    calibration,
     calibration_error,
+    gap_histogram,
     preference_accuracy,
     tie_share,
 )
@@ -77,3 +79,24 @@ def test_no_pairs_give_zeros():
     nothing = torch.zeros(0)
     assert preference_accuracy(nothing, nothing) == tie_share(nothing, nothing) == 0.0
     assert calibration_error(nothing, nothing) == 0.0
+
+
+def test_the_bins_of_the_calibration_error_are_what_it_is_made_of():
+    # Gaps of log 3 (confidence 0.75, bin 5 of 10): three right of four; a tie at 0.5, half right.
+    gap = torch.tensor([1.0, 1.0, 1.0, -1.0, 0.0]) * math.log(3)
+    found = calibration(gap, torch.zeros(5))
+    assert found["confidence"] == pytest.approx([0.5, 0.75])
+    assert found["accuracy"] == [0.5, 0.75]
+    assert found["pairs"] == [1, 4]
+    gap = torch.randn(500, generator=torch.Generator().manual_seed(0))
+    found, error = calibration(gap, torch.zeros(500)), 0.0
+    for confidence, accuracy, pairs in zip(*found.values(), strict=True):
+        error += abs(accuracy - confidence) * pairs / 500
+    assert error == pytest.approx(calibration_error(gap, torch.zeros(500)), abs=1e-6)
+
+
+def test_gaps_are_counted_in_equal_parts_around_0():
+    found = gap_histogram(torch.tensor([-1.0, -0.75, 0.25, 2.0]), torch.zeros(4), bins=4)
+    assert found == {"edges": [-2.0, -1.0, 0.0, 1.0, 2.0], "pairs": [0, 2, 1, 1]}
+    assert gap_histogram(torch.ones(3), torch.ones(3)) == {"edges": [0.0], "pairs": []}
+    assert gap_histogram(torch.zeros(0), torch.zeros(0)) == {"edges": [0.0], "pairs": []}

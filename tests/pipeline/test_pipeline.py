@@ -94,7 +94,7 @@ def test_nothing_that_the_pipeline_wrote_is_left_half_or_unknown_to_git(reposito
     assert not [
         name
         for name in names
-        if not name.startswith(("data", "models", "plots", "stages"))
+        if not name.startswith(("data", "models", "plots", "reports", "stages"))
         and name not in (".dvc/cache/", ".dvc/tmp/", ".dvc/config.local")
     ], names
 

@@ -1,6 +1,7 @@
 """Each stage by its command line, on a tiny model and task: what it writes and what it refuses."""
 
 import csv
+import html
 import importlib
 import json
 import os
@@ -16,9 +17,11 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from stages.core.page.page import visible
 from stages.store import tables
 from stages.store.common import command
-from tests.tiny import command_line, small_params, write
+from stages.store.tracking import VARIABLE
+from tests.tiny import ROOT, SMALL, command_line, small_params, write
 
 ORDER = [
     "prepare_task",
@@ -80,6 +83,7 @@ def finished(tmp_path_factory):
     """A folder in which every stage ran once; tests read it and never write into it."""
     folder = tmp_path_factory.mktemp("pipeline")
     (folder / "data" / "source").mkdir(parents=True)
+    shutil.copytree(ROOT / "docs", folder / "docs")
     for stage in ORDER:
         succeed(folder, stage)
     return folder
@@ -415,6 +419,50 @@ def test_the_report_has_a_line_for_every_round_and_for_the_sft_policy(finished):
         "training.json",
         *(f"round-{k}.json" for k in (0, 1, 2)),
     }
+
+
+def test_the_page_shows_every_round_its_groups_and_the_knobs(finished):
+    text = (finished / "reports" / "index.html").read_text(encoding="utf-8")
+    assert os.listdir(finished / "reports") == ["index.html"]
+    for number, start in SMALL["rounds"].items():
+        assert f'<summary>Round {number} <span class="soft">{start}</span>' in text
+    assert "<code>sft.train_batch_size</code><span>8</span>" in text
+    assert str(finished) not in text and str(ROOT) not in text
+    answers = rows(finished, "evaluations/round-2")
+    assert any(visible(row["completion"], 160) in html.unescape(text) for row in answers)
+
+
+def test_a_branch_and_a_run_without_reference_or_reward_model_have_a_page(copy):
+    knobs = {
+        "rounds": {"1": "models/sft", "2": "models/sft"},
+        "beta": 0,
+        "critic": None,
+        "rewards__reward_model": None,
+    }
+    for k in (1, 2):
+        for stage in ("score", "optimize", "evaluate"):
+            options = {"--policy": "models/sft"} if stage != "evaluate" else {}
+            succeed(copy, f"{stage}@{k}", options, **knobs)
+    succeed(copy, "report", **knobs)
+    text = (copy / "reports" / "index.html").read_text(encoding="utf-8")
+    assert "KL to sampler" in text and "Reward model&#39;s score" not in text
+
+
+def test_trackers_see_a_training_and_change_no_byte_of_it(finished, copy, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "tensorboard")
+    for stage in ("train_sft", "train_rm", "optimize@1"):
+        succeed(copy, stage)
+    for path in ("models/sft", "models/rm", "models/policy/1", "data/curves", "data/figures"):
+        for file in files(copy / path):
+            assert file.read_bytes() == (finished / file.relative_to(copy)).read_bytes(), file
+    runs = sorted(path.name.rsplit("-", 2)[0] for path in (copy / "runs").iterdir())
+    assert runs == ["optimize-1", "train_rm", "train_sft"]
+
+
+def test_an_unknown_tracker_stops_a_training_before_it_begins(copy, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "notebook")
+    for stage in ("train_sft", "train_rm", "optimize@1"):
+        assert f"{VARIABLE}: found 'notebook'" in refuse(copy, stage)
 
 
 def test_the_report_goes_by_the_rounds_and_not_by_the_files_that_lie_about(copy):

@@ -1,6 +1,8 @@
 """Around every stage: one line for bad input, an end when its parent ends, silence in logs."""
 
+import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,12 +11,14 @@ from textwrap import dedent
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner
 
 from stages.core.errors import InputError
+from stages.core.training.steps import NonFinite
 from stages.store.common import command
 from stages.store.common.command import Stage, progress, say
-from tests.tiny import ROOT
+from tests.tiny import ROOT, plain
 
 
 @pytest.fixture
@@ -42,7 +46,30 @@ def test_bad_input_ends_in_one_line_and_exit_code_1(outcome):
     assert result.exit_code == 1
     assert result.output == (
         "Error: stage rollout: data/x.parquet: column 'ids' is missing, expected list\n"
+        "Next: mend that, then `dvc repro`: stages that ended well are not run again\n"
     )
+
+
+def test_a_loss_that_is_not_finite_has_advice_of_its_own(outcome):
+    result = outcome(NonFinite("the loss is nan"))
+    assert result.exit_code == 1
+    assert result.output.splitlines() == [
+        "Error: stage rollout: the loss is nan",
+        f"Next: {NonFinite.advice}",
+    ]
+    assert "lr" in NonFinite.advice
+
+
+def test_a_full_accelerator_names_the_knobs_that_make_batches_smaller(outcome):
+    result = outcome(torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB"))
+    assert result.exit_code == 1
+    error, advice = result.output.splitlines()
+    assert error == "Error: stage rollout: CUDA out of memory."
+    assert advice.startswith("Next: ")
+    knobs = plain(ROOT / "params.yaml")
+    for name in ("train_batch_size", "batch_acc", "rollout_batch_size", "score_batch_size"):
+        assert name in advice and name in knobs
+    assert "evaluate.batch_size" in advice and "batch_size" in knobs["evaluate"]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +84,8 @@ def test_bad_input_ends_in_one_line_and_exit_code_1(outcome):
 def test_a_file_that_cannot_be_read_or_written_ends_in_one_line(outcome, error):
     result = outcome(error)
     assert result.exit_code == 1
-    assert len(result.output.splitlines()) == 1 and error.strerror in result.output
+    lines = result.output.splitlines()
+    assert len(lines) == 2 and error.strerror in lines[0] and lines[1].startswith("Next: ")
     assert error.filename is None or error.filename in result.output
 
 
@@ -74,8 +102,25 @@ def test_figures_are_one_line_without_nested_or_undefined_ones(capsys):
 
 def test_a_progress_bar_is_silent_where_stderr_is_no_terminal(capsys):
     assert list(progress(iter([1, 2]), "rollout", 2)) == [1, 2]
+    for bar in (progress(iter([1, 2]), "rollout", 2), progress([], "none")):
+        for _ in bar:
+            bar.tell(5, loss=0.5, reward=None)
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
+
+
+def test_a_progress_bar_tells_the_rate_figures_so_far_and_time_left(monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    bar = progress(iter(range(4)), "rollout 1", 4)
+    bar.ncols, bar.dynamic_ncols, bar.mininterval, bar.smoothing = 120, None, 0, 0
+    for index in bar:
+        bar.start_t -= 10  # as if ten seconds went by
+        bar.tell(100, reward=index / 4, kl=None)
+    seen = screen.getvalue()
+    assert re.search(r"rollout 1: +50%.* 2/4 \[00:20<00:[12]\d,.*tokens/s=10, reward=0.25\]", seen)
+    assert "kl" not in seen
 
 
 STAGE = """

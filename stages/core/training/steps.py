@@ -21,6 +21,10 @@ EMA_DECAY = 0.9
 class NonFinite(InputError):
     """A NaN or infinite loss or gradient under `nonfinite: stop`."""
 
+    advice = (
+        "a lower lr or a longer warm-up; `nonfinite: skip` leaves such batches out and counts them"
+    )
+
 
 @dataclass(frozen=True)
 class StepFigures:

@@ -1,6 +1,7 @@
 """What every stage script does around its own work: one-line errors, no orphans, fixed threads."""
 
 import ctypes
+import errno
 import gc
 import os
 import signal
@@ -13,6 +14,10 @@ from tqdm import tqdm
 from stages.core.errors import InputError
 
 PR_SET_PDEATHSIG = 1
+OUT_OF_MEMORY = (
+    "a smaller batch: half the train_batch_size with twice the batch_acc gives the same update;"
+    " rollout_batch_size, score_batch_size and evaluate.batch_size change no result"
+)
 
 
 class Stage(click.Command):
@@ -31,11 +36,21 @@ class Stage(click.Command):
         try:
             return super().invoke(ctx)
         except InputError as error:
-            raise click.ClickException(f"stage {name}: {error}") from error
+            raise failure(name, error, error.advice) from error
         except OSError as error:
-            if error.errno is None or error.filename is None and error.errno != 28:
+            if error.errno is None or error.filename is None and error.errno != errno.ENOSPC:
                 raise
-            raise click.ClickException(f"stage {name}: {error}") from error
+            raise failure(name, error, InputError.advice) from error
+        except Exception as error:
+            if type(error).__name__ != "OutOfMemoryError":  # torch's, which not every stage imports
+                raise
+            words = str(error).partition("\n")[0]
+            raise failure(name, words, OUT_OF_MEMORY) from error
+
+
+def failure(stage: str, error: Exception | str, advice: str) -> click.ClickException:
+    """What stopped a stage, and in a line of its own what to do next."""
+    return click.ClickException(f"stage {stage}: {error}\nNext: {advice}")
 
 
 def stop_with_parent() -> None:
@@ -58,6 +73,21 @@ def say(figures: dict, **more: object) -> None:
     click.echo("  ".join(parts))
 
 
-def progress(items: Iterable, name: str, total: int | None = None) -> tqdm:
+class Bar(tqdm):
+    """A progress bar with a rate of what is in the items, and figures so far."""
+
+    counted = 0
+
+    def tell(self, count: int, unit: str = "tokens", **figures: float | None) -> None:
+        """Count so many tokens (or another unit) more, and show their rate and the figures."""
+        self.counted += count
+        if self.disable:
+            return
+        rate = self.counted / max(1e-9, self.format_dict["elapsed"])
+        known = {name: f"{value:.3g}" for name, value in figures.items() if value is not None}
+        self.set_postfix({f"{unit}/s": f"{rate:,.0f}"} | known, refresh=False)
+
+
+def progress(items: Iterable, name: str, total: int | None = None) -> Bar:
     """The items behind a progress bar on stderr, which is silent where stderr is no terminal."""
-    return tqdm(items, desc=name, total=total, disable=None, dynamic_ncols=True)
+    return Bar(items, desc=name, total=total, disable=None, dynamic_ncols=True)

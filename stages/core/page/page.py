@@ -1,0 +1,266 @@
+"""The report as one self-contained HTML page: plain values in, text out.
+
+Whatever comes out of models, data and parameters is escaped by the template engine; control and
+direction characters, which would not be seen or would move what follows, are spelled out first.
+"""
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from stages.core.page import graph
+from stages.core.page.charts import Line, histogram, line_chart, short
+
+LONGEST_TEXT, LONGEST = 600, 2000  # characters of a prompt or an answer, and of anything else
+COLUMNS = 8  # evaluations side by side
+ROWS = 8  # completions of a group
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the page shows; the names of figures are those of docs/metrics.md.
+
+    table      figures of each round, round 0 being the SFT policy
+    sft, rm    curves of these trainings, steps those of all rounds; numbers may be text, as in CSV
+    rm_figures of train_rm
+    samples    [{prompt, answer, change, cells: [(round, rows of the evaluation)]}]
+    groups     {round: [(heading, rows of completions)]}
+    """
+
+    rounds: Mapping[str, str]
+    table: Sequence[dict]
+    sft: Sequence[dict]
+    rm: Sequence[dict]
+    steps: Sequence[dict]
+    rm_figures: dict
+    samples: Sequence[dict]
+    groups: Mapping[int, Sequence[tuple[str, Sequence[dict]]]]
+    params: dict
+    definitions: Mapping[str, str]
+
+
+def page(run: Run) -> str:
+    """The whole page."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=lambda value: visible(value, LONGEST) if type(value) is str else value,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"short": short, "visible": visible, "counted": counted}
+    parent = graph.parents(run.rounds)
+    notes = {row["round"]: short(row["accuracy_sampled"]) for row in run.table}
+    return environment.get_template("page.html.j2").render(
+        run=run,
+        first=run.table[0],
+        opening=next(row for row in run.table if row["round"]),
+        last=run.table[-1],
+        rounds=[int(key) for key in run.rounds],
+        parent=parent,
+        sections=sections(run, parent),
+        pipeline=graph.pipeline(),
+        tree=graph.tree(parent, notes),
+        params=sorted(flat(run.params).items()),
+        rows_shown=ROWS,
+    )
+
+
+def visible(text: str | None, longest: int = LONGEST_TEXT) -> str:
+    """Text cut to `longest` characters, what a browser would hide or obey in it spelled out."""
+    if text is None:
+        return ""
+    rest = len(text) - longest
+    tail = f" … ({rest:,} more characters)" if rest > 0 else ""
+    return "".join(map(_spelled, text[:longest])) + tail
+
+
+def _spelled(character: str) -> str:
+    number = ord(character)
+    if character in "\n\t":
+        return character
+    if number < 32:
+        return chr(0x2400 + number)  # pictures of control characters
+    hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    if hidden or number & 0xFFFE == 0xFFFE or 0xFDD0 <= number <= 0xFDEF:
+        return f"⟨U+{number:04X}⟩"
+    return character
+
+
+def counted(rows: Sequence[dict]) -> list[tuple[str, bool, int]]:
+    """Rows of an evaluation -> (answer, right or not, how often), the most frequent first."""
+    found = Counter((row["completion"], row["correct"]) for row in rows)
+    order = sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))
+    return [(text, right, count) for (text, right), count in order]
+
+
+def spread(items: Sequence, count: int = COLUMNS) -> list:
+    """At most `count` of the items, evenly spaced, the first and the last among them."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+def flat(values: Mapping, prefix: str = "") -> dict[str, object]:
+    """Nested parameters by dotted key."""
+    found = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = "null" if value is None else value
+    return {k: str(v).lower() if isinstance(v, bool) else v for k, v in found.items()}
+
+
+def definitions(markdown: str) -> dict[str, str]:
+    """docs/metrics.md -> figure: meaning, of its tables whose first column names figures."""
+    found = {}
+    for names, meaning in re.findall(r"^\| (`[^|]+`) \| (.+) \|$", markdown, flags=re.MULTILINE):
+        for name in re.findall(r"`(\w+)`", names):
+            found[name] = meaning.replace("\\|", "|").replace("`", "")
+    return found
+
+
+# The charts, section by section.
+
+
+def sections(run: Run, parent: Mapping[int, int]) -> list[dict]:
+    """Title and charts of each section; what was not measured has no chart."""
+    rows = {row["round"]: row for row in run.table}
+    order = graph.chains(parent)
+
+    def by_round(title: str, unit: str, *names: str, zero: bool = False) -> dict:
+        lines = [
+            Line(
+                words(name),
+                [[(k, rows[k].get(name)) for k in chain] for chain in order],
+                look,
+                dots=True,
+            )
+            for look, name in zip(looks(names), names, strict=True)
+        ]
+        return _card(run, title, names, line_chart(lines, "round", unit, whole=True, zero=zero))
+
+    def by_step(title: str, unit: str, *names: str, curve=None, zero: bool = False) -> dict:
+        lines = []
+        for look, name in zip(looks(names), names, strict=True):
+            if curve is None:
+                parts = [[row for k in chain[1:] for row in _of(run.steps, k)] for chain in order]
+            else:
+                parts = [curve]
+            chains = [[(_number(r["step"]), _number(r.get(name))) for r in part] for part in parts]
+            lines.append(Line(words(name), chains, look))
+        chart = line_chart(lines, "optimizer step", unit, whole=True, zero=zero)
+        return _card(run, title, names, chart)
+
+    found = [
+        {
+            "title": "Outcome",
+            "charts": [
+                by_round("Held-out accuracy", "share right", "accuracy_sampled", "accuracy_greedy"),
+                by_round("Reward", "reward", "reward"),
+                by_round("KL", "nats per token", "kl_ref", "kl", zero=True),
+                kl_against_reward(run, rows, order),
+            ],
+        },
+        {
+            "title": "Rewards and behaviour",
+            "charts": [
+                by_round(
+                    "Rule rewards", "mean", "reward_correctness", "reward_format", "reward_length"
+                ),
+                by_round("Reward model's score", "logits", "reward_model"),
+                by_round("Length", "tokens", "length", "length_rollout", zero=True),
+                by_round("Answers that ended", "share", "finished", "finished_rollout"),
+                by_round("Clip share", "share of tokens", "clipped_fraction", zero=True),
+                by_round("Entropy", "nats per token", "entropy", zero=True),
+                by_round("Groups all alike", "share", "groups_without_spread", zero=True),
+                by_round("Advantage", "standard deviation", "advantage_std", zero=True),
+            ],
+        },
+        {
+            "title": "Reinforcement learning, step by step",
+            "charts": [
+                by_step("Gradient norm", "L2 norm", "grad_norm", zero=True),
+                by_step("KL to the sampling policy", "nats per token", "kl", zero=True),
+                by_step("Clip share", "share of tokens", "clipped_fraction", zero=True),
+                by_step("Loss", "loss", "loss"),
+                by_step("Value loss", "loss", "value_loss", zero=True),
+            ],
+        },
+        {
+            "title": "SFT and reward model",
+            "charts": [
+                by_step("SFT loss", "nats per token", "loss", "loss_ema", curve=run.sft),
+                by_step("Reward model loss", "Bradley-Terry", "loss", "loss_ema", curve=run.rm),
+                calibration(run),
+                margins(run),
+            ],
+        },
+    ]
+    for section in found:
+        section["charts"] = [card for card in section["charts"] if card["chart"]]
+    return found
+
+
+def kl_against_reward(run: Run, rows: Mapping[int, dict], order: Sequence[Sequence[int]]) -> dict:
+    """Reward of each round's completions over the KL to the reference in its update."""
+    name = "kl_ref" if any(row.get("kl_ref") is not None for row in rows.values()) else "kl"
+    known = [
+        [k for k in chain if None not in (rows[k].get(name), rows[k]["reward"])] for chain in order
+    ]
+    points = [[(rows[k][name], rows[k]["reward"]) for k in chain] for chain in known]
+    labels = [[str(k) for k in chain] for chain in known]
+    line = Line("round", points, dots=True, labels=labels)
+    chart = line_chart([line], f"{words(name)}, nats per token", "reward")
+    return _card(run, "Reward against KL", [name, "reward"], chart, legend=False)
+
+
+def calibration(run: Run) -> dict:
+    """How often the reward model's pick is right, by how sure it is, against the diagonal."""
+    bins = run.rm_figures.get("calibration") or {"confidence": [], "accuracy": [], "pairs": []}
+    points = [[*zip(bins["confidence"], bins["accuracy"], strict=True)]]
+    line = Line("share right", points, dots=True)
+    even = Line("even", [[(0.5, 0.5), (1.0, 1.0)]] if bins["pairs"] else [], "even")
+    chart = line_chart([even, line], "confidence in its pick", "share right")
+    return _card(run, "Reward model calibration", ["calibration_error"], chart, legend=False)
+
+
+def margins(run: Run) -> dict:
+    """Chosen minus rejected score of the validation pairs."""
+    gaps = run.rm_figures.get("gaps") or {"edges": [], "pairs": []}
+    chart = histogram(gaps["edges"], gaps["pairs"], "chosen minus rejected score", "pairs")
+    return _card(run, "Reward model margins", ["validation_margin"], chart, legend=False)
+
+
+def words(name: str) -> str:
+    """A figure's name for people."""
+    return name.replace("_rollout", " of rollouts").replace("_", " ")
+
+
+def _card(run: Run, title: str, names: Sequence[str], chart, legend: bool = True) -> dict:
+    meaning = [f"{words(n)}: {run.definitions[n]}" for n in names if n in run.definitions]
+    legend_of = [pair for pair in zip(looks(names), map(words, names), strict=True)]
+    legend_of = legend_of if legend and chart and len(names) > 1 else []
+    return {"title": title, "chart": chart, "legend": legend_of, "meaning": "\n".join(meaning)}
+
+
+def looks(names: Sequence[str]) -> list[str]:
+    """Classes of the style sheet: what is averaged stands behind its moving average."""
+    if "loss_ema" in names:
+        return ["faint", "s1"]
+    return [f"s{i}" for i in range(1, len(names) + 1)]
+
+
+def _of(steps: Sequence[dict], number: int) -> list[dict]:
+    return [row for row in steps if _number(row["round"]) == number]
+
+
+def _number(text: str | float | None) -> float | None:
+    return None if text in (None, "") else float(text)

@@ -1,0 +1,74 @@
+"""Figures of a running training, sent to the trackers that people already have, by Accelerate.
+
+Which ones is said by the environment, `RLHF_TRACK=tensorboard,wandb dvc repro`, and by no knob: a
+tracker changes no output, while DVC would train everything again for a knob that says another one.
+Their own settings (project, server, account) are environment variables too.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from stages.core.errors import InputError
+
+VARIABLE = "RLHF_TRACK"
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+PROJECT, FOLDER = "rlhf-dvc", Path("runs")
+
+
+@contextmanager
+def tracking(run: str, knobs: Mapping) -> Iterator[Callable[[dict], None]]:
+    """Yield a function that sends a row with `step` to every tracker chosen; none: it does nothing.
+
+    `run` names the stage, and with the time the run; `knobs` are shown beside it. InputError for an
+    unknown tracker or one that is not installed.
+    """
+    names = chosen()
+    if not names:
+        yield lambda row: None
+        return
+    run = f"{run}-{time.strftime('%Y%m%d-%H%M%S')}"
+    accelerator = Accelerator(log_with=list(names), project_dir=FOLDER / run)
+    named = {"wandb": "name", "mlflow": "run_name", "trackio": "name"}
+    options = {name: {named[name]: run} for name in names if name in named}
+    accelerator.init_trackers(PROJECT, _plain(knobs), options)
+
+    def log(row: dict) -> None:
+        accelerator.log(
+            {name: value for name, value in row.items() if value is not None and name != "step"},
+            step=row["step"],
+        )
+
+    try:
+        yield log
+    finally:
+        accelerator.end_training()
+
+
+def chosen() -> tuple[str, ...]:
+    """The trackers that the environment names, each checked to be known and installed."""
+    words = os.environ.get(VARIABLE, "").replace(",", " ").split()
+    for name in words:
+        if name not in TRACKERS:
+            raise InputError(
+                f"{VARIABLE}: found {name!r}, expected names out of {', '.join(TRACKERS)}"
+            )
+        if find_spec(name) is None:
+            raise InputError(f"{VARIABLE}: {name} is not installed: pip install {name}")
+    return tuple(dict.fromkeys(words))
+
+
+def _plain(values: Mapping, prefix: str = "") -> dict[str, object]:
+    """Knobs by dotted key, as values that every tracker takes."""
+    found = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _plain(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value if isinstance(value, int | float | str) else str(value)
+    return found

@@ -1,0 +1,54 @@
+"""Trackers see every row of a training, and change nothing."""
+
+import os
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from stages.core.errors import InputError
+from stages.store import tracking as module
+from stages.store.tracking import TRACKERS, VARIABLE, chosen, tracking
+
+
+@pytest.fixture(autouse=True)
+def inside(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    return tmp_path
+
+
+def test_nothing_is_tracked_unless_the_environment_says_so(inside):
+    with tracking("train_sft", {"seed": 1}) as log:
+        log({"step": 1, "loss": 0.5})
+    assert os.listdir(inside) == []
+
+
+def test_tensorboard_gets_every_figure_of_every_step(inside, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "tensorboard")
+    with tracking("optimize-1", {"seed": 1, "sft": {"lr": 0.1, "name": None}}) as log:
+        for step in (1, 2, 3):
+            log({"step": step, "loss": 0.5 * step, "value_loss": None})
+    (run,) = (inside / "runs").iterdir()
+    assert run.name.startswith("optimize-1-")
+    events = EventAccumulator(str(run / "rlhf-dvc")).Reload()
+    assert events.Tags()["scalars"] == ["loss"]
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 0.5), (2, 1.0), (3, 1.5)]
+
+
+def test_names_are_separated_by_commas_or_blanks_and_counted_once(monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: object())
+    monkeypatch.setenv(VARIABLE, "wandb, mlflow wandb")
+    assert chosen() == ("wandb", "mlflow")
+
+
+def test_a_name_that_no_one_knows_stops_with_those_that_are_known(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "tensorbord")
+    with pytest.raises(InputError, match=f"found 'tensorbord', expected .*{', '.join(TRACKERS)}"):
+        chosen()
+
+
+def test_a_tracker_that_is_not_installed_stops_with_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setenv(VARIABLE, "trackio")
+    with pytest.raises(InputError, match="trackio is not installed: pip install trackio"):
+        chosen()
