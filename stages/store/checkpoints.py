@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GgufConfig,
     PreTrainedModel,
 )
 from transformers.utils import logging
@@ -60,18 +61,21 @@ def load_policy(folder: Path, attention: str, device: torch.device) -> PreTraine
 
 def load_foreign(source: str, revision: str | None, trust_remote_code: bool):
     """Model (float32) and tokenizer from a hub id, a local folder or a GGUF file."""
-    path, options = Path(source), {}
+    path, options, dequantized = Path(source), {}, {}
     if path.suffix == ".gguf":
         if not path.is_file():
             raise InputError(f"params.yaml: model.source: no such file {source}")
         options = {"gguf_file": path.name}
+        dequantized = {"quantization_config": GgufConfig(dequantize=True)}
         source = str(path.parent)
     elif path.is_dir():
         check_folder(path)
     options |= {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, **dequantized, **options
+        )
     except (OSError, ValueError, ImportError) as error:
         raise InputError(f"params.yaml: model.source: cannot load {source!r}: {error}") from error
     return model, tokenizer
