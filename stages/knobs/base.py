@@ -5,9 +5,10 @@ classes are the sections of params.yaml. No field has a default: params.yaml hol
 of each.
 """
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
@@ -34,6 +35,15 @@ def flag(description: str) -> type:
 
 def choice(description: str, *options: str) -> type:
     return Annotated[Literal[options], Field(description=description)]
+
+
+def regular_expression(pattern: str) -> str:
+    """The pattern, if it is one."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"found {pattern!r}, no regular expression ({error})") from error
+    return pattern
 
 
 Seed = whole("Seed of every random stream; another seed is another run.", ge=0)
@@ -81,7 +91,8 @@ Critic = Annotated[
 ]
 Verifier = text(
     "Rule behind reward_correctness: task (the task's own), exact, numeric, regex, or"
-    " module:function."
+    " module:function, a module under data/source or an installed one.",
+    pattern=r"^(task|exact|numeric|regex|[^:]+:[^:]+)$",
 )
 
 Dataset = text(
@@ -139,3 +150,15 @@ class Verification(Section):
     verifier_pattern: Annotated[
         str | None, Field(description="Pattern of verifier regex: its first group is the answer.")
     ]
+
+    @model_validator(mode="after")
+    def pattern_has_a_group(self) -> Self:
+        if self.verifier != "regex":
+            return self
+        pattern = regular_expression(self.verifier_pattern or "")
+        if re.compile(pattern).groups < 1:
+            raise ValueError(
+                f"verifier_pattern: found {self.verifier_pattern!r}, expected a pattern with one"
+                " group, the answer"
+            )
+        return self

@@ -1,6 +1,5 @@
 """Knobs of `rollout`."""
 
-import re
 from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -14,17 +13,9 @@ from stages.knobs.base import (
     Temperature,
     Verification,
     number,
+    regular_expression,
     whole,
 )
-
-
-def regular_expression(pattern: str) -> str:
-    """The pattern, if it is one."""
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"found {pattern!r}, no regular expression ({error})") from error
-    return pattern
 
 
 class Prompts(Source):

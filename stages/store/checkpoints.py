@@ -147,7 +147,11 @@ def _load(
         raise InputError(f"{folder}: the weights do not fit the config: {error}") from error
     if missing := sorted(set(found["missing_keys"]) - new):
         raise InputError(f"{folder}: no weights {missing}; expected those that config.json implies")
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise InputError(
+                f"{folder}: {name} holds NaN or infinite weights, expected finite ones"
+            )
         # What comes out of a file lies at any address, and the last bit of a product can depend on
         # it. In memory of torch's own a reloaded model computes what the saved one did.
         parameter.data = parameter.data.clone()

@@ -114,6 +114,8 @@ def write_table(
                     if row.keys() != names:
                         odd = sorted(row.keys() ^ names)
                         raise ValueError(f"{path}: row {number} has other columns: {odd}")
+                for field in schema:
+                    _check_whole_numbers(path, chunk, field, count)
                 batch = pa.RecordBatch.from_pylist(chunk, schema=schema)
                 for field in schema:
                     _check_nulls(path, batch.column(field.name), field, count)
@@ -123,6 +125,20 @@ def write_table(
             text = json.dumps(made, sort_keys=True, ensure_ascii=False)
             writer.add_key_value_metadata({"provenance": text})
     return count
+
+
+def _check_whole_numbers(path: Path, chunk: list[dict], field: pa.Field, start: int) -> None:
+    """Raise ValueError for a fraction in an integer column, which Arrow would cut off."""
+    many = pa.types.is_list(field.type)
+    if not pa.types.is_integer(field.type.value_type if many else field.type):
+        return
+    for number, row in enumerate(chunk, start=start):
+        value = row[field.name]
+        kinds = set(map(type, value if many and value is not None else [value]))
+        if any(issubclass(kind, float) for kind in kinds):
+            raise ValueError(
+                f"{path}: row {number}: {field.name!r} holds a number that is not whole"
+            )
 
 
 def _chunks(rows: Iterable[dict], size: int) -> Iterator[list[dict]]:

@@ -592,18 +592,40 @@ def test_a_verifier_that_raises_stops_the_stage_with_the_row(copy, stage):
     assert "prompt " in message
 
 
+@pytest.mark.parametrize("stage", ["rollout@1", "evaluate@1"])
+def test_a_verifier_that_gives_nan_stops_the_stage_with_the_row(copy, stage):
+    module = copy / "data" / "source" / f"nan_in_{stage.partition('@')[0]}.py"
+    module.write_text("def check(text, answer, entry):\n    return float('nan')\n")
+    message = refuse(copy, stage, verifier=f"{module.stem}:check")
+    assert "the score is nan, expected a finite number or None" in message
+    assert "prompt " in message
+
+
 @pytest.mark.parametrize(
     ("verifier", "expected"),
     [
-        ("nowhere:check", "verifier: cannot import 'nowhere:check'"),
-        ("json:nothing", "verifier: cannot import 'json:nothing'"),
-        ("exakt", "verifier: found 'exakt', expected task, exact, numeric, regex"),
+        ("nowhere:check", "verifier: found 'nowhere:check', but neither data/source nor Python"),
+        ("rules:chek", "verifier: found 'rules:chek', but module 'rules' defines no 'chek'"),
+        ("broken:check", "verifier: found 'broken:check', but module 'broken' is no Python"),
+        ("exakt", "verifier: found 'exakt'"),
         ("regex", "verifier_pattern: found None, expected a pattern with one group"),
     ],
 )
-def test_a_verifier_that_is_not_there_stops_before_the_model_loads(copy, verifier, expected):
-    shutil.rmtree(copy / "models" / "sft")
-    assert f"params.yaml: {expected}" in refuse(copy, "rollout@1", verifier=verifier)
+def test_a_verifier_that_is_not_there_stops_the_first_stage(tmp_path, verifier, expected):
+    source = tmp_path / "data" / "source"
+    source.mkdir(parents=True)
+    (source / "rules.py").write_text("raise SystemError('imported')\ndef check(t, a, e): pass\n")
+    (source / "broken.py").write_text("def check(:")
+    assert f"params.yaml: {expected}" in refuse(tmp_path, "prepare_task", verifier=verifier)
+
+
+@pytest.mark.parametrize("stage", ["train_sft", "score@1"])
+def test_a_model_with_nan_weights_is_refused_by_the_name_of_the_weight(copy, stage):
+    folder = copy / "models" / ("base" if stage == "train_sft" else "rm")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight" if stage == "train_sft" else "score.weight"][..., 0] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert "weight holds NaN or infinite weights, expected finite ones" in refuse(copy, stage)
 
 
 def test_a_broken_format_pattern_stops_before_the_model_loads(copy):

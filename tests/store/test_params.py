@@ -410,3 +410,48 @@ def test_a_float_knob_survives_the_way_that_dvc_writes_it(tmp_path):
         with path.open("w") as file:
             yaml.dump(document, file)
         assert params.read(path)["lr"] == value
+
+
+RULES = """
+import json
+from math import isclose as close
+one, (two, three) = 1, (2, 3)
+class Four: pass
+try:
+    def five(text, answer, entry): pass
+except ImportError: pass
+raise SystemError("this module was run")
+"""
+
+
+@pytest.mark.parametrize("function", ["json", "close", "one", "three", "Four", "five"])
+def test_a_verifier_is_found_without_running_its_module(accepted, tmp_path, function):
+    (tmp_path / "data" / "source" / "mine").mkdir(parents=True)
+    (tmp_path / "data" / "source" / "mine" / "__init__.py").write_text("")
+    (tmp_path / "data" / "source" / "mine" / "rules.py").write_text(RULES)
+    assert accepted(verifier=f"mine.rules:{function}").verifier == f"mine.rules:{function}"
+
+
+def test_an_installed_module_may_hold_the_verifier(accepted):
+    assert accepted(verifier="json:loads").verifier == "json:loads"
+
+
+@pytest.mark.parametrize("name", ["mine:six", "mine.rules:one", ":check", "mine:", "a:b:c", ".:a"])
+def test_a_misspelt_verifier_is_told_by_whichever_stage_runs_first(complaint, tmp_path, name):
+    (tmp_path / "data" / "source").mkdir(parents=True)
+    (tmp_path / "data" / "source" / "mine.py").write_text(RULES)
+    assert f"verifier: found {name!r}" in complaint("prepare_task", verifier=name)
+
+
+@pytest.mark.parametrize(
+    ("component", "weight"), [("reward_model", 0.1), ("length", 1.0), ("correctness", -1.0)]
+)
+def test_maxrl_is_refused_with_a_reward_that_can_be_negative(complaint, component, weight):
+    rewards = {"correctness": 1.0, "format": None, "length": None, "reward_model": None}
+    message = complaint("prepare_task", loss="maxrl", rewards=rewards | {component: weight})
+    assert f"rewards.{component}: found {weight}, but loss maxrl needs rewards >= 0" in message
+
+
+def test_maxrl_is_accepted_with_rewards_of_0_and_above(accepted):
+    rewards = {"correctness": 1.0, "format": 0.5, "length": None, "reward_model": None}
+    assert accepted("optimize", loss="maxrl", rewards=rewards).loss == "maxrl"

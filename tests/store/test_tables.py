@@ -203,6 +203,19 @@ def test_an_id_that_is_no_int32_is_refused_when_written(tmp_path):
             sft(tmp_path / "t.parquet", odd)
 
 
+@pytest.mark.parametrize(
+    ("schema", "column", "value"),
+    [(SFT, "labels", [1, 2.5]), (ROLLOUTS, "prompt_index", 1.5), (ROLLOUTS, "round", 1.0)],
+)
+def test_a_fraction_in_an_integer_column_is_refused_and_not_cut_off(
+    tmp_path, schema, column, value
+):
+    rows = [row_of(schema), row_of(schema, **{column: value})]
+    with pytest.raises(ValueError, match=rf"t\.parquet: row 1: '{column}' holds a number"):
+        written(tmp_path / "t.parquet", schema, rows)
+    assert not list(tmp_path.iterdir())
+
+
 def foreign(path, table, version=tables.SCHEMA_VERSION):
     """A file that somebody else wrote, with our schema_version."""
     pq.write_table(table.replace_schema_metadata({"schema_version": version}), path)

@@ -5,6 +5,7 @@ turns into 0.
 """
 
 import importlib
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ import numpy as np
 from stages.core.errors import InputError
 
 # Commas belong to a number only where they part its thousands: 1,234 is one number, 1,2 are two.
-NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+")
+# A minus after a word, a number or a bracket takes away, or joins as in 3-5: it is no sign.
+NUMBER = re.compile(r"(?:(?<![\w.)\]])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
 ALMOST_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 
 
@@ -62,10 +64,13 @@ class Rules:
 def _single(score: float | None) -> float | None:
     """A score as the float32 columns keep it, so that a round in memory equals one through files.
 
-    A right answer scores exactly 1; sums such as 6 x 1/6 come close and would round to 1.
+    A right answer scores exactly 1; sums such as 6 x 1/6 come close and would round to 1. Raises
+    ValueError for a score that is not finite.
     """
     if score is None:
         return None
+    if not math.isfinite(score):
+        raise ValueError(f"the score is {score}, expected a finite number or None")
     single = float(np.float32(score))
     return min(single, ALMOST_ONE) if score < 1 else single
 

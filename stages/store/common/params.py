@@ -19,8 +19,10 @@ from ruamel.yaml.error import YAMLError
 import stages.knobs
 from stages.core.errors import InputError
 from stages.knobs.base import Section
+from stages.store.common.verifiers import problem_with
 
 PARAMS = Path("params.yaml")
+SOURCE = Path("data/source")
 K = TypeVar("K", bound=Section)
 
 
@@ -31,8 +33,10 @@ def load(knobs: type[K], path: Path = PARAMS) -> K:
     """
     values = read(path)
     problems = list(_unknown(values, path))
-    for section in all_knobs().values():
+    together = importlib.import_module("stages.knobs.together").Together
+    for section in [*all_knobs().values(), together]:
         problems += _problems(section, values)
+    problems += _missing_verifier(values, path.parent / SOURCE)
     if problems:
         lines = [f"{path}: {problem}" for problem in dict.fromkeys(problems)]
         raise InputError("\n  ".join(["bad parameters", *lines]))
@@ -56,7 +60,7 @@ def all_knobs() -> dict[str, type[Section]]:
     """Stage name -> its `Knobs`, for every module of stages/knobs."""
     found = {}
     for module in pkgutil.iter_modules(stages.knobs.__path__):
-        if module.name != "base":
+        if module.name not in ("base", "together"):
             found[module.name] = importlib.import_module(f"stages.knobs.{module.name}").Knobs
     return found
 
@@ -100,6 +104,13 @@ def _problems(section: type[Section], values: dict) -> Iterator[str]:
             else:
                 found = "" if item["type"] == "value_error" else f"found {item['input']!r}; "
                 yield f"{key}: {found}{message}. {_description(section, key)}".rstrip()
+
+
+def _missing_verifier(values: dict, folder: Path) -> Iterator[str]:
+    """Told by whichever stage runs first, not by the first evaluation, after hours of SFT."""
+    name = values.get("verifier")
+    if isinstance(name, str) and ":" in name and (problem := problem_with(name, folder)):
+        yield f"verifier: {problem}"
 
 
 def _names(section: type[Section]) -> set[str]:

@@ -55,6 +55,13 @@ def rules_of_ones_own(tmp_path, monkeypatch):
         ("1,2345", "2345"),
         ("5, ", "5"),
         ("007", "7"),
+        ("3-5", "5"),
+        ("pages 10-12", "12"),
+        ("(2)-5", "5"),
+        ("x-.5", "0.5"),
+        ("x = -5", "-5"),
+        ("$-5", "-5"),
+        ("8 - 3 = 5", "5"),
     ],
 )
 def test_the_final_number_of_a_text(text, number):
@@ -226,3 +233,10 @@ def test_components_are_the_numbers_that_a_float32_column_keeps(monkeypatch):
     found = Rules(third, None, 10, 7).components("abc", 9, "abc", None)
     assert found["reward_correctness"] == float(np.float32(1 / 3))
     assert found["reward_length"] == float(np.float32(-6 / 7))
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+def test_a_score_that_is_not_finite_is_refused(score):
+    rules = Rules(lambda text, answer, entry: score, None, 10, 0)
+    with pytest.raises(ValueError, match=f"the score is {score}, expected a finite number or None"):
+        rules.components("a", 1, None, None)
