@@ -104,9 +104,16 @@ Revision = Annotated[str | None, Field(description="Git revision of a hub datase
 MaxSamples = Annotated[
     int | None, Field(description="Use at most this many rows, drawn by seed; null: all.", ge=1)
 ]
-Columns = Annotated[
+Format = Annotated[
     str | None,
     Field(description="Row format where detection cannot tell; null: detect and print it."),
+]
+Columns = Annotated[
+    dict[str, str] | None,
+    Field(
+        description="Columns that go by another name, {field: column}, such as {prompt: ask,"
+        " completion: reply}; null: each field has a column of its own name."
+    ),
 ]
 
 
@@ -118,7 +125,8 @@ class Source(Section):
     name: Name
     revision: Revision
     max_samples: MaxSamples
-    format: Columns
+    format: Format
+    columns: Columns
 
 
 class Compute(Section):

@@ -455,3 +455,8 @@ def test_maxrl_is_refused_with_a_reward_that_can_be_negative(complaint, componen
 def test_maxrl_is_accepted_with_rewards_of_0_and_above(accepted):
     rewards = {"correctness": 1.0, "format": 0.5, "length": None, "reward_model": None}
     assert accepted("optimize", loss="maxrl", rewards=rewards).loss == "maxrl"
+
+
+@pytest.mark.parametrize("columns", ["ask", ["ask"], {"prompt": 1}])
+def test_columns_that_are_no_mapping_of_names_are_refused(complaint, columns):
+    assert "params.yaml: sft.columns" in complaint("prepare_task", sft__columns=columns)

@@ -67,9 +67,12 @@ def open_source(
         max_samples=source.max_samples,
         seed=seed,
     )
-    layout, rows = open_rows(kind, rows, source.format, source=name)
+    layout, rows = open_rows(kind, rows, source.format, source.columns, name)
+    named = "".join(
+        f", {column!r} as {field!r}" for field, column in (source.columns or {}).items()
+    )
     ignored = f"; not read: {', '.join(layout.unread)}" if layout.unread else ""
-    click.echo(f"{name}: rows in format {layout.name!r}{ignored}")
+    click.echo(f"{name}: rows in format {layout.name!r}{named}{ignored}")
     return name, rows
 
 
