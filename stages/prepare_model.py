@@ -1,8 +1,8 @@
 """Stage `prepare_model`: bring the base model into one form, whatever it was.
 
 Knobs   model, seed
-Writes  models/base: a Hugging Face folder in float32 with a fast tokenizer, a pad token, and every
-        stop token named
+Writes  models/base: a Hugging Face folder in float32 with a fast tokenizer, a pad token (none that
+        ends a turn, where there is another), and every stop token named
 
 The default is a small random Llama over bytes; a hub id, a local folder or a GGUF file do as well.
 """
@@ -28,8 +28,7 @@ def prepare_model(out: Path) -> None:
     """Make or fetch the base model."""
     knobs = params.load(Knobs)
     model, tokenizer = make_tiny(knobs) if knobs.model.source == "tiny" else fetch(knobs)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    set_padding(tokenizer)
     stops = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     model.generation_config.eos_token_id = stops
     with replacing(out, folder=True) as folder:
@@ -65,6 +64,23 @@ def fetch(knobs: Knobs):
         knobs.model.source, knobs.model.revision, knobs.model.trust_remote_code
     )
     return model.to(torch.float32), tokenizer
+
+
+def set_padding(tokenizer) -> None:
+    """Pad with a token that ends no turn, where the tokenizer has a special one to spare.
+
+    No stage here looks for pad ids, but transformers' own classifiers do: with pad = EOS they would
+    score a row at the token before its EOS.
+    """
+    ends = stop_token_ids(tokenizer, None)
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in ends:
+        return
+    special = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
+    spare = [i for i in special if i not in (*ends, tokenizer.bos_token_id)]
+    index = tokenizer.unk_token_id if tokenizer.unk_token_id in spare else min(spare, default=None)
+    tokenizer.pad_token = (
+        tokenizer.eos_token if index is None else tokenizer.convert_ids_to_tokens(index)
+    )
 
 
 if __name__ == "__main__":

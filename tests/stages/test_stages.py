@@ -15,10 +15,20 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
+from stages.core import tiny
 from stages.core.page.page import visible
+from stages.core.reward_model import scores
+from stages.prepare_model import set_padding
 from stages.store import tables
+from stages.store.checkpoints import load_scorer
 from stages.store.common import command
 from stages.store.tracking import VARIABLE
 from tests.tiny import ROOT, SMALL, command_line, small_params, write
@@ -187,6 +197,42 @@ def test_a_local_folder_serves_as_base_model(copy):
     before = load_file(copy / "models" / "sft" / "model.safetensors")
     assert again.keys() == before.keys()
     assert all(torch.equal(again[key], before[key]) for key in again)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_transformers_itself_scores_alike_where_the_base_model_pads_with_eos(copy, side):
+    sft = copy / "models" / "sft"
+    tokenizer = AutoTokenizer.from_pretrained(sft)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(sft)
+    succeed(copy, "prepare_model", {"--out": "models/base"}, model__source="models/sft")
+    succeed(copy, "train_rm", {"--sft": "models/base"})
+    rm = copy / "models" / "rm"
+    tokenizer = AutoTokenizer.from_pretrained(rm, padding_side=side)
+    model = AutoModelForSequenceClassification.from_pretrained(rm).eval()
+    assert tokenizer.pad_token_id == model.config.pad_token_id != tokenizer.eos_token_id
+    pairs = rows(copy, "preferences/validation")
+    prompts = [pair["prompt_ids"] for pair in pairs] * 2
+    answers = [pair[name] for name in ("chosen_ids", "rejected_ids") for pair in pairs]
+    ids = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    assert len(set(map(len, ids))) > 1 and {row[-1] for row in ids} == {tokenizer.eos_token_id}
+    found = model(**tokenizer.pad({"input_ids": ids}, return_tensors="pt")).logits[:, 0]
+    wanted = scores(load_scorer(rm, "sdpa", torch.device("cpu")), prompts, answers)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_base_model_without_another_special_token_pads_with_eos():
+    tokenizer = tiny.byte_tokenizer(64)
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["added_tokens"] = [t for t in state["added_tokens"] if t["content"] == "<|im_end|>"]
+    bare = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)),
+        eos_token="<|im_end|>",
+        chat_template=tokenizer.chat_template,
+    )
+    set_padding(bare)
+    assert bare.pad_token_id == bare.eos_token_id
 
 
 def test_sft_labels_are_the_answer_and_its_end(finished):

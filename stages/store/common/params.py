@@ -33,8 +33,7 @@ def load(knobs: type[K], path: Path = PARAMS) -> K:
     """
     values = read(path)
     problems = list(_unknown(values, path))
-    together = importlib.import_module("stages.knobs.together").Together
-    for section in [*all_knobs().values(), together]:
+    for section in all_knobs().values():
         problems += _problems(section, values)
     problems += _missing_verifier(values, path.parent / SOURCE)
     if problems:
@@ -60,7 +59,7 @@ def all_knobs() -> dict[str, type[Section]]:
     """Stage name -> its `Knobs`, for every module of stages/knobs."""
     found = {}
     for module in pkgutil.iter_modules(stages.knobs.__path__):
-        if module.name not in ("base", "together"):
+        if module.name != "base":
             found[module.name] = importlib.import_module(f"stages.knobs.{module.name}").Knobs
     return found
 
