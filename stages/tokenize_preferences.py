@@ -52,7 +52,7 @@ def encode(tokenizer, rows, max_length: int, intake: Intake, totals: dict) -> It
     for batch in batches(rows):
         numbers, kept = usable(batch, intake)
         pairs = [(row.prompt, row.chosen, row.rejected) for row in kept]
-        results = encode_pairs(tokenizer, pairs, max_length)
+        results = encode_pairs(tokenizer, pairs, max_length, [row.tools for row in kept])
         for number, row, result in zip(numbers, kept, results, strict=True):
             if isinstance(result, Dropped):
                 intake.drop(number, result.reason)

@@ -55,7 +55,10 @@ def encode(tokenizer, rows, sft, intake: Intake, totals: dict) -> Iterator[dict]
             results = encode_texts(tokenizer, texts, sft.max_length)
         else:
             conversations = [row.messages for row in kept]
-            results = encode_conversations(tokenizer, conversations, sft.train_on, sft.max_length)
+            tools = [row.tools for row in kept]
+            results = encode_conversations(
+                tokenizer, conversations, sft.train_on, sft.max_length, tools
+            )
         for number, result in zip(numbers, results, strict=True):
             if isinstance(result, Dropped):
                 intake.drop(number, result.reason)

@@ -170,17 +170,3 @@ class Verification(Section):
                 " group, the answer"
             )
         return self
-
-
-Weight = Annotated[
-    float | None, Field(description="Weight of this component in `reward`; null: left out.")
-]
-
-
-class Rewards(Section):
-    """What a completion's reward is the weighted sum of."""
-
-    correctness: Weight
-    format: Weight
-    length: Weight
-    reward_model: Weight

@@ -15,7 +15,6 @@ from stages.knobs.base import (
     MaxNorm,
     Nonfinite,
     NumRollouts,
-    Rewards,
     Seed,
     Temperature,
     TrainBatchSize,
@@ -82,7 +81,6 @@ class Knobs(Compute):
         "loss",
     )
     critic: Critic
-    rewards: Rewards
 
     @model_validator(mode="after")
     def objective_fits(self) -> Self:
@@ -105,14 +103,6 @@ class Knobs(Compute):
             raise ValueError(
                 "kl_estimator: found 'k1', but the KL goes into the loss, where the expected"
                 " gradient of k1 is 0; expected k2 or k3"
-            )
-        weights = self.rewards.model_dump()
-        below = [name for name in ("length", "reward_model") if weights[name]]
-        below += [name for name, weight in weights.items() if (weight or 0) < 0]
-        if self.loss == "maxrl" and below:
-            raise ValueError(
-                f"rewards.{below[0]}: found {weights[below[0]]}, but loss maxrl divides by"
-                " a mean reward and this component can be negative; expected null"
             )
         if not needs.trust_region and self.ppo_epochs > 1 and not self.allow_off_policy:
             raise ValueError(

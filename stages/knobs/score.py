@@ -1,6 +1,21 @@
 """Knobs of `score`."""
 
-from stages.knobs.base import Beta, Compute, Critic, Rewards, Temperature, whole
+from typing import Annotated
+
+from pydantic import Field
+
+from stages.knobs.base import Beta, Compute, Critic, Section, Temperature, whole
+
+Weight = Annotated[
+    float | None, Field(description="Weight of this component in `reward`; null: left out.")
+]
+
+
+class Rewards(Section):
+    correctness: Weight
+    format: Weight
+    length: Weight
+    reward_model: Weight
 
 
 class Knobs(Compute):

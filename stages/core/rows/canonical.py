@@ -15,17 +15,28 @@ from itertools import chain, islice
 from stages.core.errors import InputError
 from stages.core.rows.layouts import FORMATS, Layout, detect, values_of
 from stages.core.rows.pairs import split_pair
-from stages.core.text.messages import Dropped, Message, Unusable, clean_messages, from_sharegpt
+from stages.core.text.messages import (
+    Dropped,
+    Message,
+    Unusable,
+    clean_messages,
+    clean_tools,
+    from_sharegpt,
+)
 
 SAMPLED_ROWS = 1000
 
 
 @dataclass(frozen=True)
 class SftRow:
-    """A conversation in clean messages, or plain text for pre-training; the other one is None."""
+    """A conversation in clean messages, or plain text for pre-training; the other one is None.
+
+    `tools`, here and in the other kinds of row, is what the chat template is told of.
+    """
 
     messages: list[Message] | None = None
     text: str | None = None
+    tools: list[dict] | None = None
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,7 @@ class PreferenceRow:
     chosen: list[Message]
     rejected: list[Message]
     margin: float = 0.0
+    tools: list[dict] | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,7 @@ class PromptRow:
     messages: list[Message]
     answer: str | None = None
     entry: dict | None = None
+    tools: list[dict] | None = None
 
 
 CanonicalRow = SftRow | PreferenceRow | PromptRow | Dropped
@@ -101,11 +114,12 @@ def _canonical_rows(layout: Layout, rows, source: str) -> Iterator[tuple[int, Ca
 
 
 def _sft(layout: Layout, values: dict) -> SftRow:
+    tools = clean_tools(values.get("tools"))
     match layout.name:
         case "text":
             return SftRow(text=_text(values, "text"))
         case "messages" | "sharegpt":
-            return SftRow(messages=_turns(next(iter(values.values()))))
+            return SftRow(messages=_turns(next(iter(values.values()))), tools=tools)
         case "alpaca":
             parts = [_text(values, "instruction"), values.get("input") or ""]
             question = "\n\n".join(part for part in parts if part.strip())
@@ -116,7 +130,7 @@ def _sft(layout: Layout, values: dict) -> SftRow:
                 raise Unusable("'answer' is empty")
             return SftRow(messages=[_user(_text(values, "question")), _assistant(answer)])
     prompt = _spoken(values, "prompt", _user)
-    return SftRow(messages=prompt + _spoken(values, "completion", _assistant))
+    return SftRow(messages=prompt + _spoken(values, "completion", _assistant), tools=tools)
 
 
 def _preference(layout: Layout, values: dict) -> PreferenceRow:
@@ -126,7 +140,7 @@ def _preference(layout: Layout, values: dict) -> PreferenceRow:
         prompt = _turns(prompt)
     sides = [values["chosen"], values["rejected"]]
     sides = [_turns(side) if isinstance(side, list) else side for side in sides]
-    return PreferenceRow(*split_pair(prompt, *sides), margin)
+    return PreferenceRow(*split_pair(prompt, *sides), margin, clean_tools(values.get("tools")))
 
 
 def _prompt(layout: Layout, values: dict) -> PromptRow:
@@ -138,7 +152,7 @@ def _prompt(layout: Layout, values: dict) -> PromptRow:
         raise Unusable("no turn before the assistant's")
     answer = _answer(values["answer"]) if "answer" in values else None
     entry = _object(values["entry"]) if "entry" in values else None
-    return PromptRow(messages, answer, entry)
+    return PromptRow(messages, answer, entry, clean_tools(values.get("tools")))
 
 
 READERS = {"sft": _sft, "preferences": _preference, "prompts": _prompt}

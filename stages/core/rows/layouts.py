@@ -27,27 +27,28 @@ FIELD_TYPES = {
     "answer": ("text", "a number"),
     "entry": ("an object", "text"),
     "margin": ("a number", "text"),
+    "tools": ("a list", "text"),
 }
 
 # kind -> format -> (fields that it needs, fields that it may have); the first that fits is taken.
 FORMATS = {
     "sft": {
-        "messages": (("messages",), ()),
-        "sharegpt": (("conversations",), ()),
-        "prompt_completion": (("prompt", "completion"), ()),
+        "messages": (("messages",), ("tools",)),
+        "sharegpt": (("conversations",), ("tools",)),
+        "prompt_completion": (("prompt", "completion"), ("tools",)),
         "alpaca": (("instruction", "output"), ("input",)),
         "question_answer": (("question", "answer"), ()),
         "text": (("text",), ()),
     },
     "preferences": {
-        "prompted_pair": (("prompt", "chosen", "rejected"), ("margin",)),
-        "pair": (("chosen", "rejected"), ("margin",)),
+        "prompted_pair": (("prompt", "chosen", "rejected"), ("margin", "tools")),
+        "pair": (("chosen", "rejected"), ("margin", "tools")),
     },
     "prompts": {
-        "prompt": (("prompt",), ("answer", "entry")),
-        "question": (("question",), ("answer", "entry")),
-        "messages": (("messages",), ("answer", "entry")),
-        "sharegpt": (("conversations",), ("answer", "entry")),
+        "prompt": (("prompt",), ("answer", "entry", "tools")),
+        "question": (("question",), ("answer", "entry", "tools")),
+        "messages": (("messages",), ("answer", "entry", "tools")),
+        "sharegpt": (("conversations",), ("answer", "entry", "tools")),
     },
 }
 
@@ -56,8 +57,8 @@ FORMATS = {
 class Layout:
     """The format of a file: its name, the column of each field and the type of its values.
 
-    `unread` are the columns that no field takes; a script prints them, so that nothing (a `tools`
-    column, say) is left out unnoticed.
+    `unread` are the columns that no field takes; a script prints them, so that nothing is left out
+    unnoticed.
     """
 
     kind: str

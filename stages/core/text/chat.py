@@ -24,6 +24,7 @@ from stages.core.text.masks import (
 from stages.core.text.messages import Dropped, Message, Unusable, clean_messages
 from stages.core.text.templates import (
     REASONING_FIELDS,
+    WithTools,
     adapt,
     adds_bos,
     check_unicode,
@@ -34,6 +35,7 @@ from stages.core.text.templates import (
 IGNORED = -100
 
 Messages = Sequence[Message]
+Tools = Sequence[list[dict] | None]  # what each row of a batch offers; None: no row offers any
 TrainOn = Literal["last_assistant", "all_assistants", "all"]
 Stops = dict[int, str]
 
@@ -75,14 +77,17 @@ def prompt_ids(tokenizer, messages: Messages) -> list[int]:
     return ids
 
 
-def encode_prompts(tokenizer, prompts: Sequence[Messages]) -> list[list[int] | Dropped]:
+def encode_prompts(
+    tokenizer, prompts: Sequence[Messages], tools: Tools | None = None
+) -> list[list[int] | Dropped]:
     """Ids of each prompt with the generation header, the same in every stage; or why not."""
     _check_fast(tokenizer)
 
-    def text(messages):
-        return render_prompt(tokenizer, adapt(tokenizer, clean_messages(messages)))
+    def text(told, messages):
+        return render_prompt(told, adapt(told, clean_messages(messages)))
 
-    return _batch_ids(tokenizer, [_attempt(text, prompt) for prompt in prompts])
+    each = zip(_told(tokenizer, tools, len(prompts)), prompts, strict=True)
+    return _batch_ids(tokenizer, [_attempt(text, told, prompt) for told, prompt in each])
 
 
 def stop_token_ids(tokenizer, generation_config_eos: int | Sequence[int] | None) -> list[int]:
@@ -104,7 +109,11 @@ def encode_conversation(
 
 
 def encode_conversations(
-    tokenizer, conversations: Sequence[Messages], train_on: TrainOn, max_length: int | None
+    tokenizer,
+    conversations: Sequence[Messages],
+    train_on: TrainOn,
+    max_length: int | None,
+    tools: Tools | None = None,
 ) -> list[Encoded | Dropped]:
     """Ids and labels of each conversation, cut on the right to `max_length` ids (None: never).
 
@@ -119,19 +128,20 @@ def encode_conversations(
     _check_fast(tokenizer)
     stops = _stops(tokenizer)
 
-    def rendered(messages):
-        messages = adapt(tokenizer, clean_messages(messages))
+    def rendered(told, messages):
+        messages = adapt(told, clean_messages(messages))
         if train_on == "all":
-            return render_turns(tokenizer, messages, [])
-        return _render_answers(tokenizer, messages, train_on, stops)
+            return render_turns(told, messages, [])
+        return _render_answers(told, messages, train_on, stops)
 
-    def encoded(row):
+    def encoded(told, row):
         label = _everything if train_on == "all" else _answers
-        return _cut(label(tokenizer, row, stops), max_length)
+        return _cut(label(told, row, stops), max_length)
 
-    rows = [_attempt(rendered, messages) for messages in conversations]
+    told = _told(tokenizer, tools, len(conversations))
+    rows = [_attempt(rendered, *each) for each in zip(told, conversations, strict=True)]
     tokenize(tokenizer, [row for row in rows if isinstance(row, Rendered)])
-    return [_attempt(encoded, row) for row in rows]
+    return [_attempt(encoded, *each) for each in zip(told, rows, strict=True)]
 
 
 def encode_text(tokenizer, text: str, max_length: int | None) -> Encoded | Dropped:
@@ -164,7 +174,10 @@ def encode_pair(
 
 
 def encode_pairs(
-    tokenizer, pairs: Sequence[tuple[Messages, Messages, Messages]], max_length: int | None
+    tokenizer,
+    pairs: Sequence[tuple[Messages, Messages, Messages]],
+    max_length: int | None,
+    tools: Tools | None = None,
 ) -> list[EncodedPair | Dropped]:
     """Ids of (prompt, chosen, rejected), where the answers are the messages that follow the prompt.
 
@@ -175,15 +188,17 @@ def encode_pairs(
     _check_fast(tokenizer)
     stops = _stops(tokenizer)
 
-    def rendered(prompt, answer):
-        return _render_side(tokenizer, prompt, answer, stops)
+    def rendered(told, prompt, answer):
+        return _render_side(told, prompt, answer, stops)
 
-    def side(row):
-        return _side(tokenizer, row, stops)
+    def side(told, row):
+        return _side(told, row, stops)
 
-    rows = [_attempt(rendered, prompt, answer) for prompt, *both in pairs for answer in both]
+    told = [each for each in _told(tokenizer, tools, len(pairs)) for _ in range(2)]
+    answers = [(prompt, answer) for prompt, *both in pairs for answer in both]
+    rows = [_attempt(rendered, each, *pair) for each, pair in zip(told, answers, strict=True)]
     tokenize(tokenizer, [row for row in rows if isinstance(row, Rendered)])
-    sides = [_attempt(side, row) for row in rows]
+    sides = [_attempt(side, *each) for each in zip(told, rows, strict=True)]
     return [
         _attempt(_joined, chosen, rejected, max_length)
         for chosen, rejected in zip(sides[::2], sides[1::2], strict=True)
@@ -299,6 +314,12 @@ def _eos(tokenizer) -> int:
     if tokenizer.eos_token_id is None:
         raise InputError("the tokenizer names no EOS token and its template ends no turn with one")
     return tokenizer.eos_token_id
+
+
+def _told(tokenizer, tools: Tools | None, count: int) -> list:
+    """The tokenizer that renders each row, one that knows its tools where it brings some."""
+    tools = tools if tools is not None else [None] * count
+    return [WithTools(tokenizer, each) if each else tokenizer for each in tools]
 
 
 def _check_fast(tokenizer) -> None:

@@ -52,6 +52,19 @@ def clean_messages(messages) -> list[Message]:
     return [_clean_message(message) for message in messages]
 
 
+def clean_tools(value) -> list[dict] | None:
+    """The tools that a row offers, as templates take them; JSON text is decoded, [] is None."""
+    try:
+        tools = json.loads(value) if isinstance(value, str) and value.strip() else value or None
+    except json.JSONDecodeError:
+        tools = value
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Unusable("'tools' is no list of objects")
+    return drop_nulls(tools)
+
+
 def text_of(content) -> str:
     """Content as text: null is empty, a list of text parts is joined without a separator."""
     if content is None:

@@ -40,6 +40,22 @@ REASONING_TAGS = {
 }
 
 
+class WithTools:
+    """A tokenizer whose chat template is told of the tools that a row brings."""
+
+    def __init__(self, tokenizer, tools: list[dict]):
+        self._tokenizer, self._tools = tokenizer, tools
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *arguments, **options):
+        return self._tokenizer(*arguments, **options)
+
+    def apply_chat_template(self, messages, **options):
+        return self._tokenizer.apply_chat_template(messages, tools=self._tools, **options)
+
+
 def render(tokenizer, messages: list[Message], *, header: bool = False) -> str:
     """Text of clean messages; with `header`, what opens the next assistant turn follows.
 

@@ -36,6 +36,7 @@ def load(knobs: type[K], path: Path = PARAMS) -> K:
     for section in all_knobs().values():
         problems += _problems(section, values)
     problems += _missing_verifier(values, path.parent / SOURCE)
+    problems += _negative_rewards(values)
     if problems:
         lines = [f"{path}: {problem}" for problem in dict.fromkeys(problems)]
         raise InputError("\n  ".join(["bad parameters", *lines]))
@@ -110,6 +111,20 @@ def _missing_verifier(values: dict, folder: Path) -> Iterator[str]:
     name = values.get("verifier")
     if isinstance(name, str) and ":" in name and (problem := problem_with(name, folder)):
         yield f"verifier: {problem}"
+
+
+def _negative_rewards(values: dict) -> Iterator[str]:
+    """MaxRL divides by a group's mean reward; `optimize` does not read the weights of `score`."""
+    weights = values.get("rewards")
+    if values.get("loss") != "maxrl" or not isinstance(weights, dict):
+        return
+    for name, weight in weights.items():
+        below = isinstance(weight, int | float) and weight < 0
+        if below or (weight and name in ("length", "reward_model")):
+            yield (
+                f"rewards.{name}: found {weight}, but loss maxrl divides by a mean reward and this"
+                " component can be negative; expected null"
+            )
 
 
 def _names(section: type[Section]) -> set[str]:

@@ -19,7 +19,8 @@ def load_prompts(
     intake, prompts = Intake(name), []
     for batch in batches(rows):
         numbers, kept = usable(batch, intake)
-        ids = encode_prompts(tokenizer, [row.messages for row in kept])
+        tools = [row.tools for row in kept]
+        ids = encode_prompts(tokenizer, [row.messages for row in kept], tools)
         for number, row, encoded in zip(numbers, kept, ids, strict=True):
             if isinstance(encoded, Dropped):
                 intake.drop(number, encoded.reason)

@@ -405,3 +405,33 @@ def test_every_row_of_the_trial_data_is_usable(kind, file, name, rows):
     assert (layout.name, layout.unread) == (name, ())
     assert len(results) == len(raw) == (rows or len(raw))
     assert Counter(isinstance(row, Dropped) for row in results) == {False: len(raw)}
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": {"type": "int"}}}}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("sft", {"messages": [USER, GOOD]}),
+        ("sft", {"conversations": [USER, GOOD]}),
+        ("sft", {"prompt": "q", "completion": "good"}),
+        ("preferences", {"prompt": "q", "chosen": "good", "rejected": "bad"}),
+        ("preferences", {"chosen": [USER, GOOD], "rejected": [USER, BAD]}),
+        ("prompts", {"prompt": "q"}),
+        ("prompts", {"messages": [USER]}),
+    ],
+)
+def test_the_tools_of_a_row_come_along_as_objects_or_json_without_arrows_nulls(kind, row):
+    padded = [{**TOOLS[0], "of_another_row": None}]
+    for tools, wanted in (
+        (TOOLS, TOOLS),
+        (json.dumps(TOOLS), TOOLS),
+        (padded, TOOLS),
+        ([], None),
+        ("", None),
+        (None, None),
+    ):
+        assert only(kind, row | {"tools": tools})[1].tools == wanted
+    for tools in ("no json", ["f"], '{"name": "f"}'):
+        assert only(kind, row | {"tools": tools})[1] == Dropped("'tools' is no list of objects")

@@ -653,6 +653,28 @@ def test_c10_broken_calls_are_dropped_with_the_reason(calls, reason):
     assert isinstance(row, Dropped) and reason in row.reason
 
 
+HEADED = "{% if tools %}Tools:{{ tools | map(attribute='name') | join(',') }}\n{% endif %}"
+OFFERED = [{"name": "f"}, {"name": "g"}]
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_WITHOUT_FLAG, OPEN_HEADER])
+def test_the_tools_of_a_row_head_its_render_in_every_stage_and_are_not_trained(template):
+    tokenizer = byte_tokenizer(HEADED + template, eos="<|im_end|>")
+    rows = [talk("q", "one"), talk("q", "one")]
+    plain, told = encode_conversations(tokenizer, rows, "last_assistant", None, [None, OFFERED])
+    assert tokenizer.decode(told.input_ids).startswith("Tools:f,g\n<|im_start|>user\nq")
+    assert tokenizer.decode(plain.input_ids).startswith("<|im_start|>user\nq")
+    ids = tokenizer.apply_chat_template(rows[1], tools=OFFERED)["input_ids"]
+    assert told.input_ids == ids
+    assert trained(tokenizer, told) == trained(tokenizer, plain)
+    (prompt,) = encode_prompts(tokenizer, [rows[1][:1]], [OFFERED])
+    pair = (rows[1][:1], rows[1][1:], talk("q", "two")[1:])
+    (both,) = encode_pairs(tokenizer, [pair], None, [OFFERED])
+    assert tokenizer.decode(both.prompt_ids).startswith("Tools:f,g\n")
+    if told.route == "prefix":
+        assert prompt == both.prompt_ids == told.input_ids[: len(prompt)]
+
+
 def test_c10_a_flat_call_is_the_same_as_a_nested_one():
     tokenizer = byte_tokenizer(QWEN3)
     flat = [said("user", "q"), said("assistant", "", tool_calls=[{"name": "f", "arguments": None}])]
