@@ -74,5 +74,5 @@ def gap_histogram(chosen: Tensor, rejected: Tensor, bins: int = 20) -> dict[str,
     gap = (chosen - rejected).double()
     reach = gap.abs().max().item() if len(gap) else 0.0
     counts = torch.histc(gap, bins, -reach, reach) if reach else torch.zeros(0)
-    edges = torch.linspace(-reach, reach, len(counts) + 1, dtype=torch.float64)
-    return {"edges": edges.tolist(), "pairs": [int(count) for count in counts]}
+    edges = [reach * (2 * i / max(1, len(counts)) - 1) for i in range(len(counts) + 1)]
+    return {"edges": edges, "pairs": [int(count) for count in counts]}

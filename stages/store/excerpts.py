@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from stages.store.tables import (
     BUFFERS,
@@ -103,6 +102,9 @@ def _rows(
 ) -> Iterator[dict]:
     """Rows with some of the columns; with a key only those whose value is wanted."""
     for batch in iterate_batches(path, schema, columns=columns):
-        if key is not None:
-            batch = batch.filter(pc.is_in(batch[key], pa.array(wanted, pa.int32())))
-        yield from batch.to_pylist()
+        if key is None:
+            yield from batch.to_pylist()
+            continue
+        for index, value in enumerate(batch[key].to_pylist()):
+            if value in wanted:
+                yield batch.slice(index, 1).to_pylist()[0]

@@ -98,5 +98,7 @@ def test_the_bins_of_the_calibration_error_are_what_it_is_made_of():
 def test_gaps_are_counted_in_equal_parts_around_0():
     found = gap_histogram(torch.tensor([-1.0, -0.75, 0.25, 2.0]), torch.zeros(4), bins=4)
     assert found == {"edges": [-2.0, -1.0, 0.0, 1.0, 2.0], "pairs": [0, 2, 1, 1]}
-    assert gap_histogram(torch.ones(3), torch.ones(3)) == {"edges": [0.0], "pairs": []}
-    assert gap_histogram(torch.zeros(0), torch.zeros(0)) == {"edges": [0.0], "pairs": []}
+    odd = gap_histogram(torch.tensor([6.266602993]), torch.zeros(1), bins=20)
+    assert odd["edges"][10] == 0.0 and odd["pairs"][-1] == 1
+    for nothing in (torch.ones(3), torch.zeros(0)):
+        assert gap_histogram(nothing, nothing) == {"edges": [0.0], "pairs": []}

@@ -139,11 +139,19 @@ def _axes(xs: Sequence[float], ys: Sequence[float], x_label: str, y_label: str) 
         height = _up(value, ys)
         line = '<line class="grid" x1="{}" y1="{:.1f}" x2="{}" y2="{:.1f}"/>'
         drawn.append(Markup(line).format(LEFT, height, right, height))
-        drawn.append(text.format("tick", LEFT - 6, height + 3.5, "end", short(value)))
-    drawn += [text.format("tick", _across(x, xs), bottom + 13, "middle", short(x)) for x in xs]
+        drawn.append(text.format("tick", LEFT - 6, height + 3.5, "end", _tick(value, ys)))
+    for value in xs:
+        label = _tick(value, xs)
+        drawn.append(text.format("tick", _across(value, xs), bottom + 13, "middle", label))
     drawn.append(text.format("axis", right, HEIGHT - 6, "end", x_label))
     drawn.append(text.format("axis", 2, 11, "start", y_label))
     return Markup("").join(drawn)
+
+
+def _tick(value: float, axis: Sequence[float]) -> str:
+    """A tick with as many decimals as tell it from its neighbours."""
+    decimals = max(0, math.ceil(-math.log10(axis[1] - axis[0]) - 1e-9))
+    return f"{value:,.{decimals}f}" if decimals < 5 else short(value)
 
 
 def _across(x: float, xs: Sequence[float]) -> float:

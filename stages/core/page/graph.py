@@ -38,7 +38,7 @@ ARROWS = (
     ("evaluate", "report"),
 )
 PER_ROUND = ("rollout", "score", "optimize", "evaluate")
-BOX, ACROSS, DOWN = (132, 26), 162, 62
+BOX, ACROSS, DOWN = (132, 26), 158, 62
 
 
 def parents(rounds: Mapping[str, str]) -> dict[int, int]:

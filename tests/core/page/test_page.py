@@ -1,11 +1,14 @@
 """The report's page: well-formed, self-contained; what a model says stays text."""
 
+import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
 from stages.core.page.page import definitions, page, spread, visible
 from tests.runs import run_of
+from tests.tiny import ROOT
 
 VOID = {"meta", "link", "br", "input"}
 CHAIN = {"1": "models/sft", "2": "models/policy/1", "3": "models/policy/2"}
@@ -114,8 +117,8 @@ def test_the_headline_goes_from_the_sft_policy_to_the_last_round():
     text = " ".join("".join(Document(page(run_of(CHAIN))).text).split())
     # accuracy_sampled is 0.16 + 0.1 a round in the made-up run, and rewards begin with round 1.
     assert "Accuracy, sampled 0.16 → 0.46 SFT → round 3, +0.3" in text
-    assert "Reward 0.16 → 0.36 round 1 → round 3, +0.2" in text
-    assert "KL to reference 0.16 → 0.36 round 1 → round 3" in text
+    assert "Reward 0.16 → 0.36 round 1 → 3, +0.2" in text
+    assert "KL to reference 0.16 → 0.36 round 1 → 3" in text
 
 
 def test_what_was_not_measured_has_no_chart_and_no_place_in_the_headline():
@@ -131,6 +134,14 @@ def test_numbers_carry_their_meaning_from_the_page_of_figures():
     assert found == {"a": "of x | y", "b": "of x | y"}
     text = page(run_of(CHAIN, text="what it means"))
     assert '<abbr title="what it means">Reward</abbr>' in text
+
+
+def test_every_chart_and_every_tile_says_what_it_shows():
+    meanings = definitions((ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"))
+    text = page(replace(run_of(CHAIN), definitions=meanings))
+    titles = re.findall(r"<h3>(.*?)</h3>", text)
+    assert len(titles) > 20
+    assert [title for title in titles if not title.strip().startswith("<abbr title=")] == []
 
 
 def test_evenly_spaced_items_begin_with_the_first_and_end_with_the_last():
