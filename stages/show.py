@@ -69,12 +69,16 @@ def show(path: Path, summary: bool | None, tokens: bool, colour: str, tokenizer,
         table.where(conditions(chosen))
         if tokens:
             return show_tokens(out, table, chosen, colour, tokenizer)
-        any_chosen = any(chosen[name] for name in chosen if name not in ("count", "full"))
-        show_table(out, table, chosen, not any_chosen if summary is None else summary)
+        if summary is None:
+            narrowing = set(chosen) - {"count", "full"}
+            summary = all(chosen[name] is None or chosen[name] is False for name in narrowing)
+        show_table(out, table, chosen, summary)
     else:
+        inside = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
+        found = f"; in it are {', '.join(inside)}" if inside else ""
         raise InputError(
             f"{path}: expected a .parquet, .csv, .jsonl or .json file, a model folder or a folder"
-            " of Parquet tables"
+            f" of Parquet tables{found}"
         )
 
 
@@ -86,11 +90,15 @@ def conditions(chosen: dict) -> list[Condition]:
 
 
 def show_table(out, table: Table, chosen: dict, summary: bool) -> None:
-    """Head, summary where asked for, rows: without --columns no ids, and no column of nulls."""
+    """Head, summary where asked for, rows.
+
+    Without --columns those of nulls are left out, and those of ids where there is text to read.
+    """
     if chosen["columns"]:
         columns = [table.field(name).name for name in chosen["columns"].split(",")]
     else:
-        columns = [f.name for f in table.schema if not str(f.type).startswith("list<element: int")]
+        texts = "completion" in table.schema.names
+        columns = [name for name in table.schema.names if not (texts and name.endswith("_ids"))]
     rows = select(table, chosen, chosen["count"], columns)
     if not chosen["columns"]:
         known = {name for row in rows for name, value in row.items() if value is not None}

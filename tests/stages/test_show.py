@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from stages.core.tiny import byte_tokenizer, random_llama
 from stages.show import show
 from stages.store.checkpoints import save_model
+from stages.store.tables import SFT, write_table
 from tests.handmade import write_run
 from tests.tiny import ROOT
 
@@ -76,6 +77,21 @@ def test_chosen_rows_come_without_the_summary_unless_it_is_asked_for(root):
 def test_rows_are_chosen_by_number_condition_and_order(root, options, wanted):
     lines = seen(root / "data/buffers", *options, "--columns", "completion")
     assert [line.split()[1] for line in lines[2:]] == wanted
+
+
+def test_ids_are_shown_where_a_table_has_no_text(tmp_path):
+    rows = [{"input_ids": [4, 5], "labels": [-100, 5]}]
+    write_table(tmp_path / "sft.parquet", SFT, rows, {})
+    assert seen(tmp_path / "sft.parquet")[-1] == "2 ids      2 ids"
+
+
+def test_a_value_that_no_row_has_is_left_out_unless_its_column_is_named(root):
+    path = root / "data/buffers/round-1.parquet"
+    lines = seen(path, "--group", 0)
+    assert not any(name in line for name in ("reward_format", "_ids") for line in lines)
+    assert seen(path, "--group", 0, "--columns", "reward_format")[1:] == ["reward_format"] + 2 * [
+        "         null"
+    ]
 
 
 def test_tokens_of_one_row_are_told_apart_and_explained(root):
@@ -144,6 +160,7 @@ def test_figures_and_curves_are_shown_too(tmp_path):
     [
         (["data/none.parquet"], "data/none.parquet: missing; `dvc repro` makes it"),
         (["models"], "expected a .parquet, .csv, .jsonl or .json file, a model folder"),
+        (["models"], "; in it are sft"),
         (["data/buffers", "--where", "rewards < 1"], "no column 'rewards'; there are round, group"),
         (["data/buffers", "--columns", "a,b"], "no column 'a'; there are round"),
         (["data/buffers", "--where", "exec('1')"], "expected `column operator value`"),

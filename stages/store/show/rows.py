@@ -162,12 +162,12 @@ class Table:
         return {"file": part.file} | row if len(self.files) > 1 else row
 
     def _parts(self) -> Iterator["_Part"]:
-        """Row groups that may hold rows that fit; whole files of CSV and JSONL."""
+        """Row groups, whose statistics spare reading them in vain; whole files of CSV and JSONL."""
         number = 0
         for file in self._dataset.get_fragments(self.condition):
             parts = [file]
             if isinstance(file, ds.ParquetFileFragment):
-                parts = file.split_by_row_group(self.condition, self.schema)
+                parts = file.split_by_row_group()
             for part in parts:
                 yield _Part(number, Path(file.path).stem, part)
                 number += 1

@@ -56,6 +56,12 @@ def test_the_lock_file_tells_where_a_model_came_from(folder, tmp_path):
     assert lineage(tmp_path / "models" / "other") == []
 
 
+def test_rounds_that_a_lock_file_names_as_each_others_start_end_the_story(folder, tmp_path):
+    loop = LOCK.replace("--base models/base", "--base models/policy/2")
+    (tmp_path / "dvc.lock").write_text(loop)
+    assert lineage(folder) == ["models/policy/2", "models/sft", "models/policy/2"]
+
+
 def test_broken_weights_are_named(folder):
     (folder / "model.safetensors").write_bytes(b"no")
     with pytest.raises(InputError, match="model.safetensors: not readable"):

@@ -6,6 +6,7 @@ Broken bytes prove what was not read: a column chunk full of zeros makes its rea
 import json
 import math
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -198,6 +199,12 @@ def test_a_summary_tells_numbers_of_rows_and_items_of_lists(tmp_path):
     narrowed = {entry.name: entry for entry in where(path, "group > 0").summary()}
     assert narrowed["reward_shaped"] == Summary("reward_shaped", "float", 1, 2.5, 2.5, 2.5)
     assert narrowed["advantage"] == Summary("advantage", "list of float")
+
+
+def test_a_missing_list_does_not_count_in_the_mean_length(tmp_path):
+    pq.write_table(pa.table({"x": [[1.0, 2.0], None, [0.5, 0.5]]}), tmp_path / "t.parquet")
+    found = Table(tmp_path / "t.parquet").summary()
+    assert found == [Summary("x", "list of double", 1, None, 0.5, 2.0, length=2.0)]
 
 
 def test_a_curve_and_an_empty_table_are_tables_too(tmp_path):
