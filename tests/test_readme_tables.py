@@ -6,8 +6,10 @@ import shutil
 from collections import defaultdict
 from contextlib import chdir
 
+import pandas as pd
 import pytest
 from click.testing import CliRunner
+from datasets import Dataset
 
 from stages.show import show
 from tests.handmade import COMPLETIONS, write_run
@@ -30,17 +32,16 @@ TOOLS = ["duckdb", "pandas", "polars", "datasets"]
 
 def plain(table) -> list[tuple]:
     """The rows of whatever a tool returns, in one order."""
-    if isinstance(table, list):
-        return sorted((value,) for value in table)
-    if hasattr(table, "fetchall"):
-        rows = table.fetchall()
-    elif hasattr(table, "rows"):
-        rows = table.rows()
-    elif hasattr(table, "to_frame") or hasattr(table, "itertuples"):
-        table = table.to_frame() if hasattr(table, "to_frame") else table
+    if isinstance(table, set | pd.Index):
+        rows = [(value,) for value in table]
+    elif isinstance(table, pd.Series):
+        rows = table.items()
+    elif isinstance(table, pd.DataFrame):
         rows = table.itertuples(index=False, name=None)
+    elif isinstance(table, Dataset):
+        rows = [(row["round"], row["completion"], row["ratio_max"]) for row in table]
     else:
-        rows = zip(*table.to_dict().values(), strict=True)
+        rows = table.fetchall() if hasattr(table, "fetchall") else table.rows()
     return sorted(map(tuple, rows))
 
 
@@ -52,7 +53,8 @@ def mean_advantage_by_length() -> list[tuple]:
 
 
 def test_there_is_a_snippet_for_each_tool():
-    assert [re.search("|".join(TOOLS), block)[0] for block in BLOCKS] == TOOLS
+    imported = re.compile(rf"(?:import|from) ({'|'.join(TOOLS)})\b")
+    assert [imported.search(block)[1] for block in BLOCKS] == TOOLS
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=TOOLS)
