@@ -62,7 +62,7 @@ def report(
             known.pop("round")
             write_json(folder / f"round-{row['round']}.json", known)
     with replacing(plots, folder=True) as folder:
-        write_curve(folder / "rounds.csv", table)
+        write_json(folder / "rounds.json", table)  # an undefined figure of a CSV is drawn as 0
         write_curve(folder / "sft.csv", read_curve(curves / "train_sft.csv"))
         write_curve(folder / "rm.csv", read_curve(curves / "train_rm.csv"))
         write_curve(folder / "steps.csv", steps_of(curves, rounds))

@@ -450,14 +450,14 @@ def test_every_policy_is_asked_the_same_questions_with_the_same_draws(finished, 
 
 
 def test_the_report_has_a_line_for_every_round_and_for_the_sft_policy(finished):
-    table = curve(finished / "plots" / "rounds.csv")
-    assert [row["round"] for row in table] == ["0", "1", "2"]
+    table = json.loads((finished / "plots" / "rounds.json").read_text())
+    assert [row["round"] for row in table] == [0, 1, 2]
     for row in table[1:]:
         k = row["round"]
-        assert float(row["reward"]) == figures(finished, f"score/{k}")["reward"]
+        assert row["reward"] == figures(finished, f"score/{k}")["reward"]
         found = figures(finished, f"evaluate/{k}")["accuracy_sampled"]
-        assert float(row["accuracy_sampled"]) == found
-    assert table[0]["reward"] == ""
+        assert row["accuracy_sampled"] == found
+    assert table[0]["reward"] is None  # DVC would draw an empty field of a CSV as 0
     assert len(curve(finished / "plots" / "steps.csv")) == 4
     metrics = json.loads((finished / "metrics" / "round-2.json").read_text())
     assert metrics["reward"] == figures(finished, "score/2")["reward"]
@@ -514,7 +514,8 @@ def test_an_unknown_tracker_stops_a_training_before_it_begins(copy, monkeypatch)
 def test_the_report_goes_by_the_rounds_and_not_by_the_files_that_lie_about(copy):
     rounds = {"2": "models/sft"}
     succeed(copy, "report", rounds=rounds)
-    assert [row["round"] for row in curve(copy / "plots" / "rounds.csv")] == ["0", "2"]
+    table = json.loads((copy / "plots" / "rounds.json").read_text())
+    assert [row["round"] for row in table] == [0, 2]
     assert sorted(os.listdir(copy / "metrics")) == ["round-0.json", "round-2.json", "training.json"]
     message = refuse(copy, "report", rounds={"1": "models/sft", "3": "models/policy/1"})
     assert "data/figures/evaluate/3.json: missing" in message
@@ -530,7 +531,8 @@ def test_a_report_of_answers_that_nothing_could_check_has_no_accuracy(copy):
         succeed(copy, stage, **knobs)
     assert figures(copy, "evaluate/2")["accuracy_sampled"] is None
     succeed(copy, "report", **knobs)
-    assert curve(copy / "plots" / "rounds.csv")[-1]["accuracy_sampled"] == ""
+    table = json.loads((copy / "plots" / "rounds.json").read_text())
+    assert table[-1]["accuracy_sampled"] is None
 
 
 @pytest.mark.parametrize("stage", ORDER)

@@ -21,7 +21,7 @@ def strict(value):
     return value
 
 
-def write_json(path: Path, figures: dict) -> None:
+def write_json(path: Path, figures: dict | list) -> None:
     """Write figures as strict JSON; undefined (non-finite) values become null."""
     with replacing(path) as temporary:
         text = json.dumps(strict(figures), indent=2, allow_nan=False, ensure_ascii=False)
