@@ -49,8 +49,8 @@ def report(
     pages: Path,
 ) -> None:
     """Gather figures, curves and samples."""
-    knobs = params.load(Knobs)
-    rounds = [int(key) for key in knobs.rounds]
+    starts = dict(sorted(params.load(Knobs).rounds.items(), key=lambda pair: int(pair[0])))
+    rounds = [int(key) for key in starts]
     table = [round_row(figures, number) for number in [0, *rounds]]
     sft, rm = read_json(figures / "train_sft.json"), read_json(figures / "train_rm.json")
     with replacing(metrics, folder=True) as folder:
@@ -67,7 +67,7 @@ def report(
         write_curve(folder / "rm.csv", read_curve(curves / "train_rm.csv"))
         write_curve(folder / "steps.csv", steps_of(curves, rounds))
     run = Run(
-        rounds=knobs.rounds,
+        rounds=starts,
         table=[row | details(figures, row["round"]) for row in table],
         sft=read_curve(curves / "train_sft.csv"),
         rm=read_curve(curves / "train_rm.csv"),

@@ -14,7 +14,8 @@ from stages.store.common.params import all_knobs, read  # noqa: E402
 INTRODUCTION = """# Knobs
 
 Every key of `params.yaml`: what it does, what it takes, its default and the stages that read it.
-Changing a key makes exactly those stages run again, and what follows them.
+Changing a key makes exactly those stages run again, and what follows them; `report`, which shows
+every key, comes last in any case.
 This page is made by `python tools/knobs_page.py > docs/knobs.md`; a test holds it against the code.
 
 | knob | takes | default | read by | what it does |

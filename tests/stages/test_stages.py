@@ -29,7 +29,7 @@ from stages.core.reward_model import scores
 from stages.prepare_model import set_padding
 from stages.store import tables
 from stages.store.checkpoints import load_scorer
-from stages.store.common import command
+from stages.store.common import command, params
 from stages.store.tracking import VARIABLE
 from tests.tiny import ROOT, SMALL, command_line, small_params, write
 
@@ -519,6 +519,14 @@ def test_the_report_goes_by_the_rounds_and_not_by_the_files_that_lie_about(copy)
     assert sorted(os.listdir(copy / "metrics")) == ["round-0.json", "round-2.json", "training.json"]
     message = refuse(copy, "report", rounds={"1": "models/sft", "3": "models/policy/1"})
     assert "data/figures/evaluate/3.json: missing" in message
+
+
+def test_the_order_of_rounds_in_the_params_changes_nothing(copy, monkeypatch):
+    before = (copy / "reports" / "index.html").read_bytes()
+    backwards = dict(reversed(SMALL["rounds"].items()))
+    monkeypatch.setattr(params, "load", lambda knobs: knobs(rounds=backwards))
+    succeed(copy, "report")
+    assert (copy / "reports" / "index.html").read_bytes() == before
 
 
 def test_a_report_of_answers_that_nothing_could_check_has_no_accuracy(copy):

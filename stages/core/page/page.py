@@ -67,7 +67,7 @@ def page(run: Run) -> str:
         sections=sections(run, parent),
         pipeline=graph.pipeline(),
         tree=graph.tree(parent, notes),
-        params=sorted(flat(run.params).items()),
+        params=sorted(flat(run.params).items(), key=lambda pair: in_order(pair[0])),
         rows_shown=ROWS,
     )
 
@@ -116,6 +116,11 @@ def flat(values: Mapping, prefix: str = "") -> dict[str, object]:
         else:
             found[f"{prefix}{key}"] = "null" if value is None else value
     return {k: str(v).lower() if isinstance(v, bool) else v for k, v in found.items()}
+
+
+def in_order(key: str) -> str:
+    """By this `rounds.9` comes before `rounds.10`."""
+    return re.sub(r"\d+", lambda digits: digits[0].zfill(9), key)
 
 
 def definitions(markdown: str) -> dict[str, str]:

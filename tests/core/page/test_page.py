@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from stages.core.page.page import definitions, page, spread, visible
+from stages.core.page.page import definitions, in_order, page, spread, visible
 from tests.runs import run_of
 from tests.tiny import ROOT
 
@@ -111,6 +111,11 @@ def test_characters_that_a_browser_hides_or_obeys_are_spelled_out():
 
 def test_the_same_run_gives_the_same_bytes():
     assert page(run_of(BRANCHES)) == page(run_of(BRANCHES))
+
+
+def test_parameters_stand_in_order_of_their_numbers():
+    keys = [f"rounds.{k}" for k in (1, 2, 9, 10, 40)]
+    assert sorted(reversed(keys), key=in_order) == keys
 
 
 def test_the_headline_goes_from_the_sft_policy_to_the_last_round():
