@@ -132,86 +132,82 @@ def definitions(markdown: str) -> dict[str, str]:
     return found
 
 
-# The charts, section by section.
+# Title, unit of the y axis, figures, and whether that axis starts at 0.
+BY_ROUND = {
+    "Outcome": (
+        ("Held-out accuracy", "share right", "accuracy_sampled accuracy_greedy", False),
+        ("Reward", "reward", "reward", False),
+        ("KL", "nats per token", "kl_ref kl", True),
+    ),
+    "Rewards and behaviour": (
+        ("Rule rewards", "mean", "reward_correctness reward_format reward_length", False),
+        ("Reward model's score", "logits", "reward_model", False),
+        ("Length", "tokens", "length length_rollout", True),
+        ("Answers that ended", "share", "finished finished_rollout", False),
+        ("Clip share", "share of tokens", "clipped_fraction", True),
+        ("Entropy", "nats per token", "entropy", True),
+        ("Groups all alike", "share", "groups_without_spread", True),
+        ("Advantage", "standard deviation", "advantage_std", True),
+    ),
+}
+BY_STEP = (
+    ("Gradient norm", "L2 norm", "grad_norm", True),
+    ("KL to the sampling policy", "nats per token", "kl", True),
+    ("Clip share", "share of tokens", "clipped_fraction", True),
+    ("Loss", "loss", "loss", False),
+    ("Value loss", "loss", "value_loss", True),
+)
 
 
 def sections(run: Run, parent: Mapping[int, int]) -> list[dict]:
     """Title and charts of each section; what was not measured has no chart."""
     rows = {row["round"]: row for row in run.table}
     order = graph.chains(parent)
-
-    def by_round(title: str, unit: str, *names: str, zero: bool = False) -> dict:
-        lines = [
-            Line(
-                words(name),
-                [[(k, rows[k].get(name)) for k in chain] for chain in order],
-                look,
-                dots=True,
-            )
-            for look, name in zip(looks(names), names, strict=True)
-        ]
-        return _card(run, title, names, line_chart(lines, "round", unit, whole=True, zero=zero))
-
-    def by_step(title: str, unit: str, *names: str, curve=None, zero: bool = False) -> dict:
-        lines = []
-        for look, name in zip(looks(names), names, strict=True):
-            if curve is None:
-                parts = [[row for k in chain[1:] for row in _of(run.steps, k)] for chain in order]
-            else:
-                parts = [curve]
-            chains = [[(_number(r["step"]), _number(r.get(name))) for r in part] for part in parts]
-            lines.append(Line(words(name), chains, look))
-        chart = line_chart(lines, "optimizer step", unit, whole=True, zero=zero)
-        return _card(run, title, names, chart)
-
-    found = [
-        {
-            "title": "Outcome",
-            "charts": [
-                by_round("Held-out accuracy", "share right", "accuracy_sampled", "accuracy_greedy"),
-                by_round("Reward", "reward", "reward"),
-                by_round("KL", "nats per token", "kl_ref", "kl", zero=True),
-                kl_against_reward(run, rows, order),
-            ],
-        },
-        {
-            "title": "Rewards and behaviour",
-            "charts": [
-                by_round(
-                    "Rule rewards", "mean", "reward_correctness", "reward_format", "reward_length"
-                ),
-                by_round("Reward model's score", "logits", "reward_model"),
-                by_round("Length", "tokens", "length", "length_rollout", zero=True),
-                by_round("Answers that ended", "share", "finished", "finished_rollout"),
-                by_round("Clip share", "share of tokens", "clipped_fraction", zero=True),
-                by_round("Entropy", "nats per token", "entropy", zero=True),
-                by_round("Groups all alike", "share", "groups_without_spread", zero=True),
-                by_round("Advantage", "standard deviation", "advantage_std", zero=True),
-            ],
-        },
-        {
-            "title": "Reinforcement learning, step by step",
-            "charts": [
-                by_step("Gradient norm", "L2 norm", "grad_norm", zero=True),
-                by_step("KL to the sampling policy", "nats per token", "kl", zero=True),
-                by_step("Clip share", "share of tokens", "clipped_fraction", zero=True),
-                by_step("Loss", "loss", "loss"),
-                by_step("Value loss", "loss", "value_loss", zero=True),
-            ],
-        },
-        {
-            "title": "SFT and reward model",
-            "charts": [
-                by_step("SFT loss", "nats per token", "loss", "loss_ema", curve=run.sft),
-                by_step("Reward model loss", "Bradley-Terry", "loss", "loss_ema", curve=run.rm),
-                calibration(run),
-                margins(run),
-            ],
-        },
+    rounds = [[rows[k] for k in chain] for chain in order]
+    steps = [[row for k in chain[1:] for row in _of(run.steps, k)] for chain in order]
+    found = {
+        title: [_curves(run, rounds, "round", *chart) for chart in charts]
+        for title, charts in BY_ROUND.items()
+    }
+    found["Outcome"].append(kl_against_reward(run, rows, order))
+    found["Reinforcement learning, step by step"] = [
+        _curves(run, steps, "step", *chart) for chart in BY_STEP
     ]
-    for section in found:
-        section["charts"] = [card for card in section["charts"] if card["chart"]]
-    return found
+    losses = "loss loss_ema"
+    found["SFT and reward model"] = [
+        _curves(run, [run.sft], "step", "SFT loss", "nats per token", losses, False),
+        _curves(run, [run.rm], "step", "Reward model loss", "Bradley-Terry", losses, False),
+        calibration(run),
+        margins(run),
+    ]
+    return [
+        {"title": title, "charts": [card for card in cards if card["chart"]]}
+        for title, cards in found.items()
+    ]
+
+
+def _curves(
+    run: Run,
+    parts: Sequence[Sequence[dict]],
+    x: str,
+    title: str,
+    unit: str,
+    figures: str,
+    zero: bool,
+) -> dict:
+    """A card with a line for each figure, in as many parts as there are chains of rounds."""
+    names = figures.split()
+    lines = [
+        Line(
+            words(name),
+            [[(_number(row[x]), _number(row.get(name))) for row in part] for part in parts],
+            look,
+            dots=x == "round",
+        )
+        for look, name in zip(looks(names), names, strict=True)
+    ]
+    label = "round" if x == "round" else "optimizer step"
+    return _card(run, title, names, line_chart(lines, label, unit, whole=True, zero=zero))
 
 
 def kl_against_reward(run: Run, rows: Mapping[int, dict], order: Sequence[Sequence[int]]) -> dict:
