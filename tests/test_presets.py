@@ -40,6 +40,9 @@ def test_a_preset_gives_valid_knobs_and_changes_what_it_names_alone(name, instal
     words = preset.overrides(name)
     assert not any(char in word for word in words for char in " '\"*?")  # the shell splits at these
     found = applied(tmp_path, words)
+    (tmp_path / "data" / "source").mkdir(parents=True)
+    for section in ("sft", "preferences", "prompts", "evaluate"):
+        (tmp_path / found[section]["dataset"]).touch()
     for knobs in params.all_knobs().values():
         params.load(knobs, tmp_path / "params.yaml")
     wanted = preset.read(ROOT / "presets" / f"{name}.yaml")

@@ -461,3 +461,19 @@ def test_maxrl_is_accepted_with_rewards_of_0_and_above(accepted):
 @pytest.mark.parametrize("columns", ["ask", ["ask"], {"prompt": 1}])
 def test_columns_that_are_no_mapping_of_names_are_refused(complaint, columns):
     assert "params.yaml: sft.columns" in complaint("prepare_task", sft__columns=columns)
+
+
+@pytest.mark.parametrize("section", ["sft", "preferences", "prompts", "evaluate"])
+@pytest.mark.parametrize("name", ["data/source/rows", "data/source/rows.jsonl", "/rows.csv.gz"])
+def test_a_dataset_that_is_not_there_is_told_by_whichever_stage_runs_first(
+    complaint, section, name
+):
+    message = complaint("prepare_task", **{f"{section}__dataset": name})
+    assert f"{section}.dataset: found {name!r}, but there is no such file" in message
+
+
+def test_a_dataset_may_be_a_file_a_folder_or_a_hub_id(accepted, tmp_path):
+    (tmp_path / "data" / "source" / "saved").mkdir(parents=True)
+    (tmp_path / "data" / "source" / "rows.jsonl").touch()
+    for name in ("data/source/saved", "data/source/rows.jsonl", "openai/gsm8k", "imdb"):
+        assert accepted("tokenize_sft", sft__dataset=name).sft.dataset == name

@@ -23,6 +23,7 @@ from stages.store.common.verifiers import problem_with
 
 PARAMS = Path("params.yaml")
 SOURCE = Path("data/source")
+DATA_FILES = (".jsonl", ".json", ".csv", ".parquet", ".gz")
 K = TypeVar("K", bound=Section)
 
 
@@ -36,6 +37,7 @@ def load(knobs: type[K], path: Path = PARAMS) -> K:
     for section in all_knobs().values():
         problems += _problems(section, values)
     problems += _missing_verifier(values, path.parent / SOURCE)
+    problems += _missing_files(values, path.parent)
     problems += _negative_rewards(values)
     if problems:
         lines = [f"{path}: {problem}" for problem in dict.fromkeys(problems)]
@@ -111,6 +113,17 @@ def _missing_verifier(values: dict, folder: Path) -> Iterator[str]:
     name = values.get("verifier")
     if isinstance(name, str) and ":" in name and (problem := problem_with(name, folder)):
         yield f"verifier: {problem}"
+
+
+def _missing_files(values: dict, folder: Path) -> Iterator[str]:
+    """Datasets that look like a file and are none: prompts are read only after hours of SFT."""
+    for section in ("sft", "preferences", "prompts", "evaluate"):
+        source = values.get(section)
+        name = source.get("dataset") if isinstance(source, dict) else None
+        if not isinstance(name, str) or (folder / name).exists():
+            continue
+        if name.startswith(f"{SOURCE}/") or Path(name).suffix in DATA_FILES:
+            yield f"{section}.dataset: found {name!r}, but there is no such file"
 
 
 def _negative_rewards(values: dict) -> Iterator[str]:
