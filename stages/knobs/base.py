@@ -104,10 +104,15 @@ Revision = Annotated[str | None, Field(description="Git revision of a hub datase
 MaxSamples = Annotated[
     int | None, Field(description="Use at most this many rows, drawn by seed; null: all.", ge=1)
 ]
-Format = Annotated[
-    str | None,
-    Field(description="Row format where detection cannot tell; null: detect and print it."),
-]
+
+
+def row_format(*names: str) -> type:
+    """A knob that takes the name of a row format: a key of FORMATS in stages/core/rows."""
+    description = "Row format where detection cannot tell; null: detect and print it."
+    return Annotated[Literal[names] | None, Field(description=description)]
+
+
+PromptFormat = row_format("prompt", "question", "messages", "sharegpt")
 Columns = Annotated[
     dict[str, str] | None,
     Field(
@@ -125,7 +130,7 @@ class Source(Section):
     name: Name
     revision: Revision
     max_samples: MaxSamples
-    format: Format
+    format: str | None
     columns: Columns
 
 

@@ -1,9 +1,19 @@
 """Knobs of `evaluate` and `evaluate_sft`."""
 
-from stages.knobs.base import Compute, MaxNewTokens, Seed, Source, Verification, number, whole
+from stages.knobs.base import (
+    Compute,
+    MaxNewTokens,
+    PromptFormat,
+    Seed,
+    Source,
+    Verification,
+    number,
+    whole,
+)
 
 
 class Evaluate(Source):
+    format: PromptFormat
     samples: whole("Sampled answers for each held-out prompt, beside one greedy answer.", ge=1)
     temperature: number("Temperature of the sampled answers.", gt=0)
     batch_size: whole("Completions decoded side by side.", ge=1)

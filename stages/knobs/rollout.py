@@ -8,6 +8,7 @@ from stages.knobs.base import (
     Compute,
     MaxNewTokens,
     NumRollouts,
+    PromptFormat,
     Seed,
     Source,
     Temperature,
@@ -19,6 +20,7 @@ from stages.knobs.base import (
 
 
 class Prompts(Source):
+    format: PromptFormat
     max_length: whole("Longest prompt in tokens; longer prompts are left out and counted.", ge=1)
 
 

@@ -1,9 +1,10 @@
 """Knobs of `tokenize_preferences`."""
 
-from stages.knobs.base import Section, Seed, Source, whole
+from stages.knobs.base import Section, Seed, Source, row_format, whole
 
 
 class Preferences(Source):
+    format: row_format("prompted_pair", "pair")
     max_length: whole(
         "Longest prompt and answer together, in tokens; longer answers are cut.", ge=2
     )

@@ -5,6 +5,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages.core.errors import InputError
+from stages.core.rows.layouts import FORMATS
 from stages.knobs.base import Section
 from stages.store.common import params
 from tests.tiny import ROOT, change, plain, small_params, write
@@ -477,3 +478,20 @@ def test_a_dataset_may_be_a_file_a_folder_or_a_hub_id(accepted, tmp_path):
     (tmp_path / "data" / "source" / "rows.jsonl").touch()
     for name in ("data/source/saved", "data/source/rows.jsonl", "openai/gsm8k", "imdb"):
         assert accepted("tokenize_sft", sft__dataset=name).sft.dataset == name
+
+
+@pytest.mark.parametrize(
+    ("stage", "section", "kind"),
+    [
+        ("tokenize_sft", "sft", "sft"),
+        ("tokenize_preferences", "preferences", "preferences"),
+        ("rollout", "prompts", "prompts"),
+        ("evaluate", "evaluate", "prompts"),
+    ],
+)
+def test_a_row_format_is_one_that_can_be_read(accepted, complaint, stage, section, kind):
+    for name in [*FORMATS[kind], None]:
+        knobs = accepted(stage, **{f"{section}__format": name})
+        assert getattr(knobs, section).format == name
+    message = complaint("prepare_task", **{f"{section}__format": "mesages"})
+    assert f"{section}.format: found 'mesages'" in message
