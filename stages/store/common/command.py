@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import click
 from tqdm import tqdm
 
+import stages
 from stages.core.errors import InputError
 
 PR_SET_PDEATHSIG = 1
@@ -54,11 +55,13 @@ def failure(stage: str, error: Exception | str, advice: str) -> click.ClickExcep
 
 
 def stop_with_parent() -> None:
-    """Ask Linux to send SIGTERM to this process when its parent ends; elsewhere nothing happens."""
+    """Ask Linux to send SIGTERM to this process when its parent ends; elsewhere nothing happens.
+
+    A parent that ended before, while modules were imported, ends the stage at once.
+    """
     if sys.platform == "linux":
-        parent = os.getppid()
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
+        if os.getppid() != stages.PARENT:
             raise SystemExit("the process that started this stage has ended")
 
 
