@@ -6,13 +6,16 @@ dvc.lock, then one thing is changed and DVC is asked.
 
 import ast
 import os
+import re
 import shutil
 from collections import defaultdict
 from contextlib import chdir
+from functools import cache
 from modulefinder import ModuleFinder
 from pathlib import Path
 
 import pytest
+from dvc.dependency import param
 
 from stages.store.common.params import all_knobs, keys
 from tests.clone import copy_of_working_tree, run
@@ -179,6 +182,18 @@ def test_every_knob_that_a_stage_declares_is_used_by_its_code(script, imports):
     assert not unused
 
 
+@pytest.mark.parametrize("script", KNOBS)
+def test_a_stage_reads_params_yaml_through_its_own_knobs_alone(script, imports):
+    """What a stage's `Knobs` does not name it cannot read: fields that are not there are errors."""
+    knobs = {name for name in imports[script] if name.startswith("stages/knobs/")}
+    assert knobs == {"stages/knobs/base.py", f"stages/knobs/{script}.py"}
+    for module in imports[script] - {"stages/store/common/params.py"}:
+        text = (ROOT / module).read_text(encoding="utf-8")
+        assert not re.search(r"PARAMS\b|params\.read|ruamel|params_show", text), module
+    calls = re.findall(r"params\.load\((.*)\)", (ROOT / f"stages/{script}.py").read_text())
+    assert calls == ["Knobs"]
+
+
 def test_every_stage_says_in_words_what_it_does():
     assert [name for name, stage in BODIES.items() if not stage.get("desc")] == []
 
@@ -219,7 +234,7 @@ def test_every_path_on_a_command_line_is_a_dependency_or_an_output_and_the_rever
     paths = {value for option, value in command_of(stage).items() if option != "--round"}
     data = {dep for dep in stage["deps"] if not dep.startswith("stages/")}
     assert paths <= data | outputs_of(stage)
-    # Dataset knobs name files below data/source themselves.
+    # Knobs name files below data/source and models/source themselves.
     assert (data - {"data/source"}) | outputs_of(stage) <= paths
 
 
@@ -313,28 +328,68 @@ def readers() -> dict[str, set[str]]:
     return found
 
 
-def test_each_key_makes_exactly_the_stages_stale_that_read_it(committed):
-    """All keys change at once: DVC compares key by key and says which one each stage saw."""
-    expected = readers()
-    values = small_params()
-    changes = {}
-    for key in expected:
-        value = values
-        for part in key.split("."):
-            value = value[part]
-        changes[key.replace(".", "__")] = another(value)
-    path = committed / "params.yaml"
+@pytest.fixture
+def dependencies(committed, monkeypatch):
+    """(stage, dependency) pairs of one DVC repository that stays open: a tenth of `stale`'s time.
+
+    What `dvc status` says of a stage is what its dependencies say, and its outputs, which nobody
+    touches here. Otherwise most of the time went into reading params.yaml, once for each stage.
+    """
+    from dvc.repo import Repo
+
+    read = cache(lambda content, path, fs: load_path(path, fs))
+    load_path = param.load_path
+    monkeypatch.setattr(
+        param, "load_path", lambda path, fs, **_: read(Path(path).read_bytes(), path, fs)
+    )
+    monkeypatch.chdir(committed)
+    with Repo() as repo, repo.lock:
+        yield [(s.addressing.split("@")[0], dep) for s in repo.index.stages for dep in s.deps]
+
+
+def keys_of_file(values: dict) -> set[str]:
+    """Dotted keys of params.yaml; `task.config` and `rounds` are one knob each."""
+    whole = ("rounds", "task.config")
+    return {next((w for w in whole if key.startswith(w)), key) for key in dotted(values)}
+
+
+def test_each_key_in_turn_makes_exactly_the_stages_stale_that_read_it(committed, dependencies):
+    path, values, seen = committed / "params.yaml", small_params(), {}
+    params = [
+        (stage, dep) for stage, dep in dependencies if isinstance(dep, param.ParamsDependency)
+    ]
     with Changed(path):
-        write(path, change(values, **changes))
-        seen, found = defaultdict(set), stale(committed)
-        shown = set(found.pop("report")["params.yaml"])
-        for stage, change_of in found.items():
-            for key in change_of["params.yaml"]:
-                seen[key].add(stage.split("@")[0])
-    assert dict(seen) == dict(expected)
-    leaves = {key for key in dotted(small_params()) if not key.startswith(("rounds.", "task.conf"))}
-    assert set(seen) - {"task.config"} == leaves
-    assert shown == set(values) - {"rounds"}  # DVC names the sections of a file compared as a whole
+        for key in keys_of_file(values):
+            value = values
+            for part in key.split("."):
+                value = value[part]
+            write(path, change(values, **{key.replace(".", "__"): another(value)}))
+            found = {stage: set(dep.status().get("params.yaml", {})) for stage, dep in params}
+            # It shows all of them; DVC names the sections of a file compared as a whole.
+            assert found.pop("report") == {key.split(".")[0]}
+            assert set().union(*found.values()) <= {key}
+            seen[key] = {stage for stage, changes in found.items() if changes}
+    assert seen.pop("rounds") == set()
+    assert seen == readers()
+    assert len(seen) > 100
+
+
+def test_each_module_in_turn_makes_exactly_the_stages_stale_that_import_it(
+    committed, dependencies, imports
+):
+    code = defaultdict(list)
+    for stage, dep in dependencies:
+        if str(dep).startswith("stages/"):
+            code[str(dep)].append((stage, dep))
+    for module in MODULES:
+        path = committed / module
+        with Changed(path):
+            path.write_text(path.read_text() + "# edited\n")
+            # The same file in the lock entries of all stages: one answers for the others.
+            stale = {name for name, found in code.items() if found[0][1].status()}
+        assert {stage for name in stale for stage, _ in code[name]} == {
+            name for name, stage in BODIES.items() if module in imports[script_of(stage)]
+        }, module
 
 
 @pytest.mark.parametrize(
