@@ -1,10 +1,12 @@
 """Stage `prepare_model`: bring the base model into one form, whatever it was.
 
+Reads   models/source, where model.source lies in it
 Knobs   model, seed
 Writes  models/base: a Hugging Face folder in float32 with a fast tokenizer, a pad token (none that
         ends a turn, where there is another), and every stop token named
 
-The default is a small random Llama over bytes; a hub id, a local folder or a GGUF file do as well.
+The default is a small random Llama over bytes; a hub id, or a folder or GGUF file under
+models/source do as well. Elsewhere a file would be no dependency: it could change unseen.
 """
 
 from pathlib import Path
@@ -13,6 +15,7 @@ import click
 import torch
 
 from stages.core import tiny
+from stages.core.errors import InputError
 from stages.core.randomness import seed_everything
 from stages.core.text.chat import stop_token_ids
 from stages.knobs.prepare_model import Knobs
@@ -23,11 +26,12 @@ from stages.store.common.files import replacing
 
 
 @click.command(cls=Stage)
+@click.option("--source", type=click.Path(path_type=Path), required=True)
 @click.option("--out", type=click.Path(path_type=Path), required=True)
-def prepare_model(out: Path) -> None:
+def prepare_model(source: Path, out: Path) -> None:
     """Make or fetch the base model."""
     knobs = params.load(Knobs)
-    model, tokenizer = make_tiny(knobs) if knobs.model.source == "tiny" else fetch(knobs)
+    model, tokenizer = make_tiny(knobs) if knobs.model.source == "tiny" else fetch(knobs, source)
     set_padding(tokenizer)
     stops = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     model.generation_config.eos_token_id = stops
@@ -58,8 +62,15 @@ def make_tiny(knobs: Knobs):
     ), tokenizer
 
 
-def fetch(knobs: Knobs):
-    """Model and tokenizer from a hub id, a folder or a GGUF file."""
+def fetch(knobs: Knobs, folder: Path):
+    """Model and tokenizer from a hub id, or from a model folder or GGUF file inside `folder`."""
+    source = Path(knobs.model.source)
+    place = (source if source.is_dir() else source.parent).resolve()
+    if source.exists() and folder.resolve() not in [place, *place.parents]:
+        raise InputError(
+            f"params.yaml: model.source: {knobs.model.source!r} lies outside {folder} (or behind a"
+            " link), where DVC would not see it change; expected a hub id or a copy in there"
+        )
     model, tokenizer = load_foreign(
         knobs.model.source, knobs.model.revision, knobs.model.trust_remote_code
     )

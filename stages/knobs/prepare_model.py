@@ -5,7 +5,9 @@ from stages.knobs.base import Revision, Section, Seed, flag, number, text, whole
 
 class Model(Section):
     source: text(
-        "tiny (random weights, below), a hub id, a local folder or a GGUF file.", min_length=1
+        "tiny (random weights, below), a hub id, or a model folder or GGUF file under"
+        " models/source.",
+        min_length=1,
     )
     revision: Revision
     trust_remote_code: flag("Run Python code that a model folder brings along.")

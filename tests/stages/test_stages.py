@@ -192,7 +192,9 @@ def test_the_base_model_is_what_the_knobs_say(finished):
 
 
 def test_a_local_folder_serves_as_base_model(copy):
-    succeed(copy, "prepare_model", {"--out": "models/again"}, model__source="models/sft")
+    shutil.copytree(copy / "models" / "sft", copy / "models" / "source" / "mine")
+    source = "models/source/mine"
+    succeed(copy, "prepare_model", {"--out": "models/again"}, model__source=source)
     again = load_file(copy / "models" / "again" / "model.safetensors")
     before = load_file(copy / "models" / "sft" / "model.safetensors")
     assert again.keys() == before.keys()
@@ -760,6 +762,15 @@ def test_a_foreign_input_is_named_with_what_was_expected(copy, stage, option, pa
 def test_a_bad_knob_stops_every_stage_before_it_reads_anything(tmp_path, stage):
     message = refuse(tmp_path, stage, lam=2.0)
     assert "params.yaml: lam: found 2.0; Input should be less than or equal to 1" in message
+
+
+def test_a_base_model_that_dvc_would_not_see_change_is_refused(copy):
+    (copy / "models" / "source").mkdir()
+    (copy / "models" / "source" / "link").symlink_to(copy / "models" / "sft")
+    (copy / "elsewhere.gguf").touch()
+    for source in ("models/sft", str(copy / "models/sft"), "models/source/link", "elsewhere.gguf"):
+        message = refuse(copy, "prepare_model", model__source=source)
+        assert f"model.source: {source!r} lies outside models/source" in message
 
 
 def test_a_model_folder_of_pickles_is_refused(copy):
