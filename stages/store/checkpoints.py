@@ -46,7 +46,7 @@ def check_folder(folder: Path) -> None:
 def load_policy(folder: Path, attention: str, device: torch.device) -> PreTrainedModel:
     """A causal language model in float32 and evaluation mode."""
     check_folder(folder)
-    config = AutoConfig.from_pretrained(folder)
+    config = _config(folder)
     if not any("CausalLM" in name or "LMHead" in name for name in config.architectures or []):
         raise InputError(
             f"{folder}: architecture {config.architectures}, expected a causal language model"
@@ -61,12 +61,12 @@ def load_policy(folder: Path, attention: str, device: torch.device) -> PreTraine
 
 def load_foreign(source: str, revision: str | None, trust_remote_code: bool):
     """Model (float32) and tokenizer from a hub id, a local folder or a GGUF file."""
-    path, options, dequantized = Path(source), {}, {}
+    path, options, weights = Path(source), {}, {"use_safetensors": True}
     if path.suffix == ".gguf":
         if not path.is_file():
             raise InputError(f"params.yaml: model.source: no such file {source}")
         options = {"gguf_file": path.name}
-        dequantized = {"quantization_config": GgufConfig(dequantize=True)}
+        weights = {"quantization_config": GgufConfig(dequantize=True)}
         source = str(path.parent)
     elif path.is_dir():
         check_folder(path)
@@ -74,11 +74,28 @@ def load_foreign(source: str, revision: str | None, trust_remote_code: bool):
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=torch.float32, **dequantized, **options
+            source, dtype=torch.float32, **weights, **options
         )
     except (OSError, ValueError, ImportError) as error:
-        raise InputError(f"params.yaml: model.source: cannot load {source!r}: {error}") from error
+        hint = ""
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            hint = "model.trust_remote_code: true would run the code that it brings along. "
+        raise InputError(
+            f"params.yaml: model.source: cannot load {source!r}: {hint}{error}"
+        ) from error
     return model, tokenizer
+
+
+def _config(folder: Path):
+    """The config of a stage's model folder, none of whose own code is ever run."""
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except ValueError as error:
+        line = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"{folder}: {line} Only prepare_model runs such code (model.trust_remote_code);"
+            " expected an architecture of transformers"
+        ) from error
 
 
 def load_scorer(folder: Path, attention: str, device: torch.device) -> PreTrainedModel:
@@ -134,6 +151,7 @@ def _load(
     auto, folder: Path, attention: str, device, new: Set[str] = frozenset(), **config
 ) -> PreTrainedModel:
     """A model in float32 and evaluation mode, all of whose weights but `new` lie in the folder."""
+    _config(folder)
     try:
         model, found = auto.from_pretrained(
             folder,

@@ -1,4 +1,5 @@
 import json
+import pickle
 
 import pytest
 import torch
@@ -139,6 +140,44 @@ def test_a_folder_with_pickled_weights_only_is_refused_and_not_read(tmp_path):
             load(folder, "sdpa", CPU)
     with pytest.raises(InputError, match="pickles are never read"):
         load_foreign(str(folder), None, False)
+
+
+class Bomb:
+    """A pickle that leaves a file behind when something unpickles it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_a_pickle_beside_the_weights_is_not_read(tmp_path):
+    folder = saved(tmp_path / "policy", llama(vocabulary=SIZE))
+    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "tokenizer.pkl"):
+        (folder / name).write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    load_policy(folder, "sdpa", CPU)
+    load_foreign(str(folder), None, False)
+    new_scorer(folder, "sdpa", CPU)
+    load_tokenizer(folder)
+    assert not (tmp_path / "exploded").exists()
+    pickle.loads((folder / "optimizer.pt").read_bytes())
+    assert (tmp_path / "exploded").exists()
+
+
+def test_code_of_a_model_folder_is_refused_with_the_knob_that_would_run_it(tmp_path, monkeypatch):
+    folder = saved(tmp_path / "odd", llama(vocabulary=SIZE))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "odd", "architectures": ["OddForCausalLM"]}
+    config["auto_map"] = {name: f"odd.{name}" for name in ("AutoConfig", "AutoModelForCausalLM")}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "odd.py").write_text(f"open({str(tmp_path / 'exploded')!r}, 'w')\n")
+    with pytest.raises(InputError, match="model.trust_remote_code: true would run the code"):
+        load_foreign(str(folder), None, False)
+    for load in (load_policy, new_scorer):
+        with pytest.raises(InputError, match="Only prepare_model runs such code"):
+            load(folder, "sdpa", CPU)
+    assert not (tmp_path / "exploded").exists()
 
 
 def test_a_folder_that_holds_no_model_is_refused(tmp_path):
