@@ -119,8 +119,8 @@ def test_more_epochs_run_the_optimizer_and_what_follows_and_going_back_runs_noth
     assert plain(repository / "params.yaml")["ppo_epochs"] == 2
     assert lock_of(repository) != before
     back = dvc(repository, "exp", "run", "-S", "ppo_epochs=1").stdout
-    assert executed(back) == set()
-    assert restored(back) == {"optimize@1", "evaluate@1", "report"} | of_round(2)
+    assert executed(back) == {"report"}
+    assert restored(back) == {"optimize@1", "evaluate@1"} | of_round(2)
     assert lock_of(repository) == before
     assert changed(repository) == []
 
@@ -156,6 +156,9 @@ def test_one_more_round_runs_its_own_stages_and_the_report(repository):
     ("rounds", "fix"),
     [
         ({1: "models/sft"}, "quote it, '1': models/sft"),
+        # The same as what has run, for DVC's run cache; and what it cannot even sort.
+        ({1: "models/sft", 2: "models/policy/1"}, "quote it, '1': models/sft"),
+        ({"1": "models/sft", 2: "models/policy/1"}, "quote it, '2': models/policy/1"),
         (
             {"1": "models/policy/2", "2": "models/sft"},
             "round '1' starts from 'models/policy/2'; expected models/sft or models/policy/",
