@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stages.core.errors import InputError
-from stages.store.common.files import replacing
+from stages.store.common.files import naming, replacing
 
 SCHEMA_VERSION = "1"
 ROWS_PER_GROUP = 1024
@@ -255,7 +255,7 @@ def random_access(path: Path, schema: pa.Schema) -> Iterator[Rows]:
     lengths = {name: [] for name in list_columns}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "rows.arrow"
-        with pa.ipc.new_file(copy, schema) as writer:
+        with naming(copy), pa.ipc.new_file(copy, schema) as writer:
             for batch in iterate_batches(path, schema):
                 for name in list_columns:
                     lengths[name] += batch.column(name).value_lengths().to_pylist()

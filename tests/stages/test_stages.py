@@ -5,9 +5,11 @@ import html
 import importlib
 import json
 import os
+import re
+import resource
 import shutil
 import sys
-from contextlib import chdir
+from contextlib import chdir, contextmanager, nullcontext
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -26,6 +28,7 @@ from transformers import (
 from stages.core import tiny
 from stages.core.page.page import visible
 from stages.core.reward_model import scores
+from stages.core.rl.objectives import OBJECTIVES
 from stages.prepare_model import set_padding
 from stages.store import tables
 from stages.store.checkpoints import load_scorer
@@ -47,7 +50,7 @@ ORDER = [
 ]
 
 
-def invoke(folder, stage, options=None, **knobs):
+def invoke(folder, stage, options=None, around=None, **knobs):
     """Run a stage of dvc.yaml in a folder with small knobs; `options` replace its paths."""
     script, arguments = command_line(stage)
     arguments |= options or {}
@@ -56,7 +59,7 @@ def invoke(folder, stage, options=None, **knobs):
     words = [word for pair in arguments.items() for word in map(str, pair)]
     path = list(sys.path)
     try:
-        with chdir(folder):
+        with chdir(folder), around or nullcontext():
             return CliRunner().invoke(main, words, catch_exceptions=False)
     finally:
         # As in a process of its own: data/source is another folder in the next test.
@@ -919,3 +922,91 @@ def test_equal_rewards_give_advantages_of_exactly_0(copy):
     succeed(copy, "optimize@1")
     assert {value for row in rows(copy, "updates/round-1") for value in row["advantage"]} == {0.0}
     assert figures(copy, "optimize/1")["groups_without_spread"] == 1
+
+
+# What comes from outside: a disk that is full, text of any kind.
+
+
+@contextmanager
+def files_of_at_most(size):
+    """As on a full disk: writing more into a file fails (EFBIG)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def tree(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("stage", ORDER)
+def test_a_full_disk_is_named_with_the_output_and_nothing_is_lost(copy, stage):
+    write(copy / "params.yaml", small_params())
+    before = tree(copy)
+    message = refuse(copy, stage, around=files_of_at_most(64))
+    # optimize and the trainers lay out their table in a temporary file first
+    outputs = [path for option, path in command_line(stage)[1].items() if option in WRITES]
+    assert "File too large: '" in message
+    assert any(f"{path}'" in message for path in [*outputs, "rows.arrow"])
+    assert tree(copy) == before
+
+
+WRITES = ("--out", "--figures", "--train", "--validation", "--updates", "--curve", "--metrics")
+
+HOSTILE = '\'; touch pwned; "$(touch pwned)" `touch pwned` & <script>alert(1)</script> \x1b[2J\r\n'
+NAME = "data/source/a b;$(touch pwned)'\"<b>\nError: x.jsonl"
+
+
+def test_text_and_file_names_of_any_kind_do_no_harm(tmp_path):
+    (tmp_path / "data" / "source").mkdir(parents=True)
+    row = {
+        "prompt": HOSTILE + "{n}",
+        "completion": HOSTILE,
+        "chosen": HOSTILE + "yes",
+        "rejected": HOSTILE + "no",
+        "answer": HOSTILE,
+    }
+    kinds = {
+        "sft": ("prompt", "completion"),
+        "preferences": ("prompt", "chosen", "rejected"),
+        "prompts": ("prompt", "answer"),
+        "evaluate": ("prompt", "answer"),
+    }
+    knobs = {"model__max_positions": 512, "verifier": "exact", "evaluate__split": "train"}
+    for section, columns in kinds.items():
+        path = tmp_path / NAME.replace("x.", f"{section}.")
+        many = [{c: row[c].replace("{n}", str(n)) for c in columns} for n in range(12)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in [*many, {"odd": HOSTILE}]))
+        knobs[f"{section}__dataset"] = str(path.relative_to(tmp_path))
+    for stage in ORDER:
+        output = succeed(tmp_path, stage, **knobs)
+        assert not [line for line in output.splitlines() if line.startswith("Error")], output
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", output), repr(output)
+    assert not list(tmp_path.rglob("pwned"))
+    asked = rows(tmp_path, "evaluations/round-2")
+    assert {HOSTILE in one["prompt"] for one in asked} == {True}
+    for table in [*(tmp_path / "plots").glob("*.csv"), *(tmp_path / "metrics").glob("*")]:
+        assert "touch" not in table.read_text()
+
+
+@pytest.mark.parametrize("loss", sorted(OBJECTIVES))
+def test_tables_have_one_schema_whatever_the_objective(finished, copy, loss):
+    knobs = {"rewards": {"correctness": 1.0, "format": None, "length": None, "reward_model": None}}
+    succeed(copy, "score@1", loss=loss, **knobs)
+    succeed(copy, "optimize@1", loss=loss, **knobs)
+    for table in ("data/buffers/round-1.parquet", "data/updates/round-1.parquet"):
+        assert pq.read_schema(copy / table).equals(pq.read_schema(finished / table))
+
+
+def test_the_number_of_files_does_not_grow_with_the_rows(finished, tmp_path):
+    (tmp_path / "data" / "source").mkdir(parents=True)
+    knobs = {"task__sft_rows": 120, "task__preference_rows": 120, "task__prompt_rows": 60}
+    knobs |= {"task__heldout_rows": 60, "prompts_per_step": 40, "num_rollouts": 4}
+    knobs["task__config"] = {"min_word_len": 3, "max_word_len": 8}
+    for stage in ORDER:
+        succeed(tmp_path, stage, **knobs)
+    names = [{str(p.relative_to(root)) for p in tree(root)} for root in (finished, tmp_path)]
+    assert names[0] == names[1]

@@ -51,7 +51,8 @@ class Stage(click.Command):
 
 def failure(stage: str, error: Exception | str, advice: str) -> click.ClickException:
     """What stopped a stage, and in a line of its own what to do next."""
-    return click.ClickException(f"stage {stage}: {error}\nNext: {advice}")
+    message = spelled_out(str(error), keep="\n")
+    return click.ClickException(f"stage {stage}: {message}\nNext: {advice}")
 
 
 def stop_with_parent() -> None:
@@ -63,6 +64,11 @@ def stop_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != stages.PARENT:
             raise SystemExit("the process that started this stage has ended")
+
+
+def spelled_out(text: str, keep: str = "") -> str:
+    """Spell out control characters but `keep`: data must forge no line and no colour of a log."""
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
 def say(figures: dict, **more: object) -> None:

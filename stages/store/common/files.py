@@ -31,13 +31,23 @@ def replacing(path: Path, folder: bool = False) -> Iterator[Path]:
     if folder:
         temporary.mkdir()
     try:
-        yield temporary
-        flush(temporary)
-        if folder:
-            remove(path)
-        os.replace(temporary, path)
-    except BaseException as error:
+        with naming(path):
+            yield temporary
+            flush(temporary)
+            if folder:
+                remove(path)
+            os.replace(temporary, path)
+    except BaseException:
         remove(temporary)
+        raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turn whatever a full or read-only disk raises inside into an `OSError` that names `path`."""
+    try:
+        yield
+    except Exception as error:
         number = _number_of(error)
         if number in CANNOT_WRITE:
             raise OSError(number, os.strerror(number), str(path)) from error

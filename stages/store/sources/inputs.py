@@ -10,6 +10,7 @@ import click
 from stages.core.rows.canonical import CanonicalRow, open_rows
 from stages.core.text.messages import Dropped
 from stages.knobs.base import Source
+from stages.store.common.command import spelled_out
 from stages.store.sources.readers import read_rows
 
 EMBEDDED = "task"
@@ -45,9 +46,8 @@ class Intake:
     def report(self) -> None:
         """Print each reason once, with the number of rows and the first of them."""
         for reason, count in sorted(self.dropped.items()):
-            click.echo(
-                f"{self.name}: dropped {count} rows: {reason} (first: row {self.first[reason]})"
-            )
+            first = f"first: row {self.first[reason]}"
+            click.echo(spelled_out(f"{self.name}: dropped {count} rows: {reason} ({first})"))
 
 
 def open_source(
@@ -72,7 +72,7 @@ def open_source(
         f", {column!r} as {field!r}" for field, column in (source.columns or {}).items()
     )
     ignored = f"; not read: {', '.join(layout.unread)}" if layout.unread else ""
-    click.echo(f"{name}: rows in format {layout.name!r}{named}{ignored}")
+    click.echo(spelled_out(f"{name}: rows in format {layout.name!r}{named}{ignored}"))
     return name, rows
 
 
