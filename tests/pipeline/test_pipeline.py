@@ -1,84 +1,43 @@
 """The real DVC pipeline on a tiny task, in a Git repository of its own: what runs, and what not."""
 
 import json
-import re
-from pathlib import Path
 
 import pytest
 
-from tests.clone import ENVIRONMENT, commit, copy_of_working_tree, run
-from tests.tiny import plain, small_params, write
+from tests.clone import commit, run
+from tests.pipeline.running import (
+    ALL,
+    changed,
+    duplicate,
+    dvc,
+    executed,
+    lock_of,
+    of_round,
+    restored,
+    set_params,
+)
+from tests.tiny import plain
 
 pytestmark = pytest.mark.slow
 
-ONCE = {
-    "prepare_task",
-    "prepare_model",
-    "tokenize_sft",
-    "train_sft",
-    "tokenize_preferences",
-    "split_preferences",
-    "train_rm",
-    "evaluate_sft",
-    "report",
-}
-
-
-def of_round(number):
-    return {f"{stage}@{number}" for stage in ("rollout", "score", "optimize", "evaluate")}
-
-
-def dvc(folder, *arguments, check=True):
-    return run(folder, "dvc", *arguments, check=check)
-
-
-def executed(output):
-    """Stages whose command ran, as DVC says it."""
-    return set(re.findall(r"Running stage '([^']+)'", output))
-
-
-def restored(output):
-    """Stages whose outputs came out of the run cache."""
-    return set(re.findall(r"Stage '([^']+)' is cached", output))
-
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory):
-    """A repository after its first `dvc repro`, committed; and what that printed."""
-    folder = copy_of_working_tree(tmp_path_factory.mktemp("pipeline"))
-    write(folder / "params.yaml", small_params())
-    commit(folder, "tiny params")
-    output = dvc(folder, "repro").stdout
-    commit(folder, "first run")
-    return folder, output
+def shared(first, tmp_path_factory):
+    """A repository for the tests of this file, its cache with all that they have run so far."""
+    return duplicate(first[0], tmp_path_factory.mktemp("shared") / "repository")
 
 
 @pytest.fixture
-def repository(first):
-    """The repository as the first run left it, its cache with all that tests have run so far."""
-    folder, _ = first
-    run(folder, "git", "checkout", "--quiet", "--force", "main")
-    dvc(folder, "checkout", "--quiet", "--force")
-    return folder
-
-
-def set_params(folder, **changes):
-    write(folder / "params.yaml", small_params(**changes))
-
-
-def changed(folder):
-    """Files that Git sees changed, params.yaml apart: DVC spells it in its own way."""
-    lines = run(folder, "git", "status", "--porcelain").stdout.splitlines()
-    return [line for line in lines if line.split()[-1] != "params.yaml"]
-
-
-def lock_of(folder):
-    return (folder / "dvc.lock").read_bytes()
+def repository(shared):
+    """That repository as the first run left it."""
+    run(shared, "git", "checkout", "--quiet", "--force", "main")
+    dvc(shared, "checkout", "--quiet", "--force")
+    return shared
 
 
 def test_the_first_run_executes_every_stage_and_the_second_none(first, repository):
     _, output = first
-    assert executed(output) == ONCE | of_round(1) | of_round(2)
+    assert executed(output) == ALL
     before = lock_of(repository)
     again = dvc(repository, "repro").stdout
     assert executed(again) == restored(again) == set()
@@ -245,17 +204,6 @@ def test_a_conflict_in_the_lock_file_is_solved_by_dropping_it(repository):
     output = dvc(repository, "repro").stdout
     both = {"evaluate@1", "evaluate@2", "report"}
     assert executed(output) == both
-    assert restored(output) == (ONCE | of_round(1) | of_round(2)) - both
+    assert restored(output) == ALL - both
     commit(repository, "both")
-    assert changed(repository) == []
-
-
-def test_a_forced_run_gives_the_same_lock_file_byte_for_byte(repository, monkeypatch):
-    before = lock_of(repository)
-    files = {p: p.read_bytes() for p in Path(repository, "metrics").iterdir()}
-    monkeypatch.setitem(ENVIRONMENT, "PYTHONHASHSEED", "12345")
-    output = dvc(repository, "repro", "--force").stdout
-    assert executed(output) == ONCE | of_round(1) | of_round(2)
-    assert lock_of(repository) == before
-    assert {p: p.read_bytes() for p in Path(repository, "metrics").iterdir()} == files
     assert changed(repository) == []

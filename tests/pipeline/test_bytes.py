@@ -1,0 +1,55 @@
+"""Another folder, another hash seed, a terminal or none, an experiment's folder: the same bytes."""
+
+import json
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.clone import ENVIRONMENT, run
+from tests.pipeline.running import ALL, changed, duplicate, dvc, executed, lock_entries, lock_of
+
+pytestmark = pytest.mark.slow
+
+ON_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+
+
+def on_a_terminal(folder, *command) -> str:
+    done = subprocess.run(
+        ["python", "-c", ON_A_TERMINAL, *command],
+        cwd=folder,
+        env=ENVIRONMENT | {"PYTHONHASHSEED": "12345", "TERM": "xterm"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_a_forced_run_writes_the_same_bytes_wherever_it_runs(first, tmp_path):
+    reference, _ = first
+    there, aside = (duplicate(reference, tmp_path / name) for name in ("there", "aside"))
+    with ThreadPoolExecutor() as pool:
+        terminal = pool.submit(on_a_terminal, there, "dvc", "repro", "--force")
+        temporary = pool.submit(dvc, aside, "exp", "run", "--temp", "--force", "--name", "aside")
+    assert executed(terminal.result()) == executed(temporary.result().stdout) == ALL
+    assert "100%" in terminal.result(), "no progress bar: that was no terminal"
+    assert "100%" not in temporary.result().stdout
+
+    assert lock_of(there) == lock_of(reference)
+    assert changed(there) == []
+    shown = run(aside, "git", "for-each-ref", "--format=%(refname)", "refs/exps/**/aside").stdout
+    lock = run(aside, "git", "show", f"{shown.strip()}:dvc.lock").stdout
+    assert lock == lock_of(reference).decode()
+
+
+def test_every_json_file_is_strict_and_the_lock_file_names_every_output(first):
+    folder, _ = first
+
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    for path in [*folder.glob("data/figures/**/*.json"), *folder.glob("metrics/*.json")]:
+        json.loads(path.read_text(), parse_constant=refuse)
+    assert lock_entries(folder).keys() == ALL
