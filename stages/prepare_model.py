@@ -5,8 +5,8 @@ Knobs   model, seed
 Writes  models/base: a Hugging Face folder in float32 with a fast tokenizer, a pad token (none that
         ends a turn, where there is another), and every stop token named
 
-The default is a small random Llama over bytes; a hub id, or a folder or GGUF file under
-models/source do as well. Elsewhere a file would be no dependency: it could change unseen.
+The default is a small random Llama over bytes; a hub id, a local folder or a GGUF file do as well.
+Under models/source they are a dependency; elsewhere they could change unseen, and a line says so.
 """
 
 from pathlib import Path
@@ -15,7 +15,6 @@ import click
 import torch
 
 from stages.core import tiny
-from stages.core.errors import InputError
 from stages.core.randomness import seed_everything
 from stages.core.text.chat import stop_token_ids
 from stages.knobs.prepare_model import Knobs
@@ -63,13 +62,13 @@ def make_tiny(knobs: Knobs):
 
 
 def fetch(knobs: Knobs, folder: Path):
-    """Model and tokenizer from a hub id, or from a model folder or GGUF file inside `folder`."""
+    """Model and tokenizer from a hub id, a folder or a GGUF file; those in `folder` DVC watches."""
     source = Path(knobs.model.source)
     place = (source if source.is_dir() else source.parent).resolve()
     if source.exists() and folder.resolve() not in [place, *place.parents]:
-        raise InputError(
-            f"params.yaml: model.source: {knobs.model.source!r} lies outside {folder} (or behind a"
-            " link), where DVC would not see it change; expected a hub id or a copy in there"
+        click.echo(
+            f"model.source: {knobs.model.source!r} lies outside {folder}, where DVC does not see it"
+            " change: put it there, or run `dvc repro --force prepare_model` after a change"
         )
     model, tokenizer = load_foreign(
         knobs.model.source, knobs.model.revision, knobs.model.trust_remote_code

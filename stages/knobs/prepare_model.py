@@ -5,8 +5,8 @@ from stages.knobs.base import Revision, Section, Seed, flag, number, text, whole
 
 class Model(Section):
     source: text(
-        "tiny (random weights, below), a hub id, or a model folder or GGUF file under"
-        " models/source.",
+        "tiny (random weights, below), a hub id, a local folder or a GGUF file; DVC sees those"
+        " under models/source change.",
         min_length=1,
     )
     revision: Revision

@@ -197,7 +197,8 @@ def test_the_base_model_is_what_the_knobs_say(finished):
 def test_a_local_folder_serves_as_base_model(copy):
     shutil.copytree(copy / "models" / "sft", copy / "models" / "source" / "mine")
     source = "models/source/mine"
-    succeed(copy, "prepare_model", {"--out": "models/again"}, model__source=source)
+    output = succeed(copy, "prepare_model", {"--out": "models/again"}, model__source=source)
+    assert "lies outside" not in output
     again = load_file(copy / "models" / "again" / "model.safetensors")
     before = load_file(copy / "models" / "sft" / "model.safetensors")
     assert again.keys() == before.keys()
@@ -767,13 +768,12 @@ def test_a_bad_knob_stops_every_stage_before_it_reads_anything(tmp_path, stage):
     assert "params.yaml: lam: found 2.0; Input should be less than or equal to 1" in message
 
 
-def test_a_base_model_that_dvc_would_not_see_change_is_refused(copy):
+def test_a_base_model_that_dvc_does_not_see_change_is_told(copy):
     (copy / "models" / "source").mkdir()
     (copy / "models" / "source" / "link").symlink_to(copy / "models" / "sft")
-    (copy / "elsewhere.gguf").touch()
-    for source in ("models/sft", str(copy / "models/sft"), "models/source/link", "elsewhere.gguf"):
-        message = refuse(copy, "prepare_model", model__source=source)
-        assert f"model.source: {source!r} lies outside models/source" in message
+    for source in ("models/sft", "models/source/link"):
+        output = succeed(copy, "prepare_model", {"--out": "models/again"}, model__source=source)
+        assert f"model.source: {source!r} lies outside models/source" in output
 
 
 def test_a_model_folder_of_pickles_is_refused(copy):
@@ -962,6 +962,7 @@ NAME = "data/source/a b;$(touch pwned)'\"<b>\nError: x.jsonl"
 
 def test_text_and_file_names_of_any_kind_do_no_harm(tmp_path):
     (tmp_path / "data" / "source").mkdir(parents=True)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
     row = {
         "prompt": HOSTILE + "{n}",
         "completion": HOSTILE,
@@ -988,6 +989,7 @@ def test_text_and_file_names_of_any_kind_do_no_harm(tmp_path):
     assert not list(tmp_path.rglob("pwned"))
     asked = rows(tmp_path, "evaluations/round-2")
     assert {HOSTILE in one["prompt"] for one in asked} == {True}
+    assert "<script>alert" not in (tmp_path / "reports" / "index.html").read_text()
     for table in [*(tmp_path / "plots").glob("*.csv"), *(tmp_path / "metrics").glob("*")]:
         assert "touch" not in table.read_text()
 
@@ -1003,6 +1005,7 @@ def test_tables_have_one_schema_whatever_the_objective(finished, copy, loss):
 
 def test_the_number_of_files_does_not_grow_with_the_rows(finished, tmp_path):
     (tmp_path / "data" / "source").mkdir(parents=True)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
     knobs = {"task__sft_rows": 120, "task__preference_rows": 120, "task__prompt_rows": 60}
     knobs |= {"task__heldout_rows": 60, "prompts_per_step": 40, "num_rollouts": 4}
     knobs["task__config"] = {"min_word_len": 3, "max_word_len": 8}
