@@ -191,7 +191,7 @@ def test_a_stage_reads_params_yaml_through_its_own_knobs_alone(script, imports):
     for module in imports[script] - {"stages/store/common/params.py"} if not whole else []:
         text = (ROOT / module).read_text(encoding="utf-8")
         assert not re.search(r"PARAMS\b|params\.read|ruamel|params_show", text), module
-    calls = re.findall(r"params\.load\((.*)\)", (ROOT / f"stages/{script}.py").read_text())
+    calls = re.findall(r"params\.load\((\w*)\)", (ROOT / f"stages/{script}.py").read_text())
     assert calls == ["Knobs"]
 
 
