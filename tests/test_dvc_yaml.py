@@ -492,6 +492,15 @@ def test_a_rule_or_a_file_under_data_source_concerns_the_stages_that_may_read_it
     assert found == readers
 
 
+def test_a_model_under_models_source_concerns_the_stage_that_reads_it(committed):
+    path = committed / "models" / "source" / "mine.gguf"
+    path.write_text("a model")
+    try:
+        assert set(stale(committed)) == {"prepare_model"}
+    finally:
+        path.unlink()
+
+
 LITTER = [
     "stages/core/__pycache__/errors.cpython-311.pyc",
     "stages/store/common/__pycache__/params.cpython-312.pyc",

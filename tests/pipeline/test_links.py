@@ -63,6 +63,28 @@ def test_stages_replace_links_into_the_cache_and_never_write_through(copy, kind,
     assert cached(copy) == before and lock_of(copy) == lock
 
 
+@pytest.mark.parametrize(
+    ("options", "words"), [("size=16k", "No space left on device"), ("ro", "Read-only file system")]
+)
+def test_a_disk_that_cannot_be_written_is_told_and_the_next_run_has_everything(
+    copy, options, words
+):
+    lock = lock_of(copy)
+    script = f"""
+        mount -t tmpfs -o {options} tmpfs models/policy || exit 77
+        dvc repro --force --single-item optimize@1
+    """
+    done = run(copy, "unshare", "--map-root-user", "--mount", "bash", "-c", script, check=False)
+    if done.returncode == 77 or "unshare" in done.stdout:
+        pytest.skip("mounting a small file system is not permitted here")
+    assert done.returncode != 0
+    (told,) = [line for line in done.stdout.splitlines() if line.startswith("Error: stage")]
+    assert words in told and "'models/policy/" in told
+    assert lock_of(copy) == lock
+    assert executed(dvc(copy, "repro").stdout) == set()
+    assert lock_of(copy) == lock and changed(copy) == []
+
+
 def test_of_two_runs_at_once_the_second_stops_and_the_first_is_unharmed(copy):
     again = ["repro", "--force", "--single-item", "train_sft"]
     lock = lock_of(copy)
