@@ -260,6 +260,7 @@ def update_rows(rows: Rows, goal: Targets, seen: Seen, round_number: int):
             "sample": row["sample"],
             "reward_shaped": known(goal.rewards[i]),
             "advantage": goal.advantages[i].tolist(),
+            "ratio": None if seen.ratios[i] is None else seen.ratios[i].tolist(),
             "ratio_mean": known(seen.ratio_mean[i]),
             "ratio_max": known(seen.ratio_max[i]),
             "clipped_fraction": known(seen.clipped_fraction[i]),

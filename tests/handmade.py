@@ -90,6 +90,7 @@ def row(tokenizer, number, group, sample, word, said, correct, advantage, clippe
         "advantage": [advantage] * len(ids),
         "used": True,
         "reward_shaped": None,
+        "ratio": None if clipped is None else [1.0 + clipped] * len(ids),
         "ratio_mean": None if clipped is None else 1.0 + clipped,
         "ratio_max": None if clipped is None else 1.0 + 2 * clipped,
         "clipped_fraction": clipped,

@@ -156,8 +156,8 @@ FAULTS = [
     Fault(
         "temperature multiplied",
         "stages/core/models/log_probs.py",
-        "/ temperature",
-        "* temperature",
+        "logits / temperature\n",
+        "logits * temperature\n",
         "tests/core/models",
     ),
     Fault(

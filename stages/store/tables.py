@@ -74,6 +74,7 @@ UPDATES = _schema(
     },
     {
         "reward_shaped": pa.float32(),
+        "ratio": FLOATS,
         "ratio_mean": pa.float32(),
         "ratio_max": pa.float32(),
         "clipped_fraction": pa.float32(),

@@ -398,6 +398,7 @@ def test_ratios_of_a_first_step_are_1(copy):
     succeed(copy, "optimize@1", train_batch_size=64)
     for row in rows(copy, "updates/round-1"):
         assert row["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+        assert row["ratio"] == pytest.approx([1.0] * len(row["advantage"]), abs=1e-5)
         assert row["kl"] == pytest.approx(0.0, abs=1e-5) and row["clipped_fraction"] == 0
 
 

@@ -77,9 +77,13 @@ class Targets:
 
 @dataclass
 class Seen:
-    """Per completion, as it stood when last trained on; NaN where it never was. All (N,)."""
+    """Per completion, as it stood when last trained on; NaN where it never was. All (N,).
+
+    `ratios` holds new / old of each token: (T,) a completion, None where it never was trained on.
+    """
 
     count: int
+    ratios: list[Tensor | None] = field(init=False)
     ratio_mean: Tensor = field(init=False)
     ratio_max: Tensor = field(init=False)
     clipped_fraction: Tensor = field(init=False)
@@ -90,6 +94,7 @@ class Seen:
     def __post_init__(self):
         for name in ("ratio_mean", "ratio_max", "clipped_fraction", "kl", "kl_ref", "entropy"):
             setattr(self, name, torch.full((self.count,), torch.nan))
+        self.ratios = [None] * self.count
 
 
 @dataclass(frozen=True)
@@ -294,6 +299,10 @@ def _record(
     rows = torch.tensor(batch)[kept]
     for name, figure in figures.items():
         getattr(seen, name)[rows] = figure.cpu()[kept]
+    ratios = _cut((log_probs - old).exp().cpu(), lengths)
+    for row, ratio, is_used in zip(batch, ratios, kept.tolist(), strict=True):
+        if is_used:
+            seen.ratios[row] = ratio
 
 
 def token_mean(row_means: Tensor, lengths: Tensor) -> float:

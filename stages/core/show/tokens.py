@@ -40,10 +40,10 @@ def figures(row: dict, update: dict | None) -> dict[str, list[float]]:
     log-prob   log-prob under the policy that sampled
     reference  that minus the log-prob under the reference: above 0, more likely than before
     advantage  as the update used it
-    ratio      new / old probability: the mean over the completion, one figure for all its tokens
+    ratio      new / old probability, as the token stood when last trained on
     value      what the critic expected before the token
     """
-    found, length = {}, len(row["completion_ids"])
+    found = {}
     old, reference = row.get("log_probs_old"), row.get("log_probs_ref")
     if old is not None:
         found["log-prob"] = old
@@ -53,8 +53,8 @@ def figures(row: dict, update: dict | None) -> dict[str, list[float]]:
         found["value"] = row["values_old"]
     if update is not None:
         found["advantage"] = update["advantage"]
-        if update["ratio_mean"] is not None:
-            found["ratio"] = [update["ratio_mean"]] * length
+        if update["ratio"] is not None:
+            found["ratio"] = update["ratio"]
     return found
 
 

@@ -16,19 +16,19 @@ BUFFER = {
 
 
 def test_a_completion_has_what_the_buffer_and_the_update_know():
-    prompt, completion = spans(BUFFER, {"advantage": [2.0, 2.0, 2.0], "ratio_mean": 1.25})
+    prompt, completion = spans(BUFFER, {"advantage": [2.0, 2.0, 2.0], "ratio": [1.0, 1.25, 0.8]})
     assert prompt == Span("prompt", [4, 5], False)
     assert (completion.title, completion.ids, completion.answer) == ("completion", [7, 8, 2], True)
     assert completion.figures == {
         "log-prob": [-0.5, -1.0, 0.0],
         "reference": [0.5, -0.5, 0.0],
         "advantage": [2.0, 2.0, 2.0],
-        "ratio": [1.25, 1.25, 1.25],
+        "ratio": [1.0, 1.25, 0.8],
     }
 
 
 def test_a_completion_that_was_never_trained_on_has_no_ratio():
-    _, completion = spans(BUFFER, {"advantage": [0.0] * 3, "ratio_mean": None})
+    _, completion = spans(BUFFER, {"advantage": [0.0] * 3, "ratio": None})
     assert set(completion.figures) == {"log-prob", "reference", "advantage"}
 
 

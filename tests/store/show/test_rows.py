@@ -26,6 +26,7 @@ def update(round_number, group, sample, **more):
         "advantage": [0.5, -0.5],
         "used": True,
         "reward_shaped": (group * 37 % 101) / 100 + sample,
+        "ratio": [1.0, 1.0],
         "ratio_mean": 1.0,
         "ratio_max": 1.0,
         "clipped_fraction": 0.0,
