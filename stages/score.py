@@ -19,7 +19,7 @@ import click
 from stages.core.models.compute import accelerator as make_accelerator
 from stages.core.scoring import reference_log_probs, scores_and_values, total_reward
 from stages.knobs.score import Knobs
-from stages.store.checkpoints import load_policy, load_scorer, load_trainer, new_scorer
+from stages.store.checkpoints import load_policy, load_scorer, load_trainer
 from stages.store.common import params
 from stages.store.common.command import Stage, progress, say
 from stages.store.common.metrics import write_json
@@ -81,14 +81,12 @@ def score(
             "reference", model, lambda m, rows: reference_log_probs(m, rows, knobs.temperature)
         )
         del model
-    if knobs.critic is not None and not shared:
-        model = (
-            load_scorer(critic_path, knobs.attention, accelerator.device)
-            if critic_path is not None
-            else new_scorer(policy, knobs.attention, accelerator.device, zero_head=True)
-        )
+    if knobs.critic is not None and critic_path is not None:
+        model = load_scorer(critic_path, knobs.attention, accelerator.device)
         values = each_batch("critic", model, lambda m, rows: scores_and_values(m, rows)[1])
         del model
+    elif knobs.critic == "policy":
+        values = fresh_values(rollouts)
 
     weights = knobs.rewards.model_dump()
     tally = {"reward": [], "reward_model": []}
@@ -112,6 +110,12 @@ def score(
     found |= {name: sum(kept) / len(kept) if kept else None for name, kept in tally.items()}
     write_json(figures, found)
     say(found)
+
+
+def fresh_values(rollouts: Path) -> list[list[float]]:
+    """What a critic that starts from the policy expects: 0 everywhere, because its head is 0."""
+    batches = iterate_batches(rollouts, ROLLOUTS)
+    return [[0.0] * len(ids) for batch in batches for ids in batch["completion_ids"]]
 
 
 def read_rollout_provenance(path: Path) -> dict:

@@ -86,7 +86,9 @@ Beta = number("Weight of the KL penalty towards models/sft; 0: no reference is r
 Critic = Annotated[
     Literal["reward_model", "policy"] | None,
     Field(
-        description="What the critic starts from; null: no values, so no loss that needs a critic."
+        description="What a critic starts from: the policy, with a head of zeros, or the reward"
+        " model with its head (its values are in its logits: for rewards that are mostly its score);"
+        " null: no values, so no loss that needs a critic."
     ),
 ]
 Verifier = text(

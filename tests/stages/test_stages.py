@@ -421,6 +421,15 @@ def test_a_round_goes_on_with_the_steps_of_the_round_it_starts_from(finished):
     assert steps == [1, 2, 3, 4]
 
 
+def test_a_critic_that_starts_from_the_policy_expects_0_and_then_learns(copy):
+    succeed(copy, "score@1", critic="policy")
+    for row in rows(copy, "buffers/round-1"):
+        assert row["values_old"] == [0.0] * len(row["completion_ids"])
+    for stage in ("optimize@1", "rollout@2", "score@2"):
+        succeed(copy, stage, loss="ppo", critic="policy")
+    assert any(any(row["values_old"]) for row in rows(copy, "buffers/round-2"))
+
+
 def test_ppo_trains_a_critic_that_the_next_round_goes_on_with(copy):
     knobs = {"loss": "ppo", "ppo_epochs": 2}
     succeed(copy, "optimize@1", **knobs)
