@@ -87,7 +87,7 @@ Critic = Annotated[
     Literal["reward_model", "policy"] | None,
     Field(
         description="What a critic starts from: the policy, with a head of zeros, or the reward"
-        " model with its head (its values are in its logits: for rewards that are mostly its score);"
+        " model with its head (its values are in its logits: where those make most of the reward);"
         " null: no values, so no loss that needs a critic."
     ),
 ]
