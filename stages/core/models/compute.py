@@ -12,6 +12,8 @@ from stages.core.errors import InputError
 def accelerator(device: str, precision: str, threads: int) -> Accelerator:
     """(device, precision, threads) knobs -> an Accelerator; `InputError` if the device is absent.
 
+    Also under a launcher of several processes: a stage does not share its rows among them yet.
+
     Float32 matrix products stay float32 (no TF32), so that log-probs of two passes agree.
     """
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
@@ -24,7 +26,13 @@ def accelerator(device: str, precision: str, threads: int) -> Accelerator:
     mixed = "bf16" if precision == "bf16" else "no"
     if device == "mps" and present["cuda"]:
         raise InputError("params.yaml: device: found 'mps' on a machine with CUDA")
-    return Accelerator(cpu=device == "cpu", mixed_precision=mixed)
+    made = Accelerator(cpu=device == "cpu", mixed_precision=mixed)
+    if made.num_processes > 1:
+        raise InputError(
+            f"found {made.num_processes} processes, expected one: run stages by `dvc repro`,"
+            " without a launcher"
+        )
+    return made
 
 
 def keep_freed_memory() -> None:
