@@ -97,6 +97,7 @@ def optimize(
             seen,
         )
         each_epoch = math.ceil(len(rows) / (settings.train_batch_size * settings.batch_acc))
+        warn_of_stale_steps(knobs, settings, settings.ppo_epochs * each_epoch)
         tokens = int(goal.lengths.sum()) // each_epoch
         reward = goal.rewards[goal.used].mean().item()
         name = f"optimize {round_number}"
@@ -123,6 +124,15 @@ def optimize(
     write_curve(curve, steps)
     write_json(figures, found)
     say(found, round=round_number, objective=knobs.loss)
+
+
+def warn_of_stale_steps(knobs: Knobs, settings: Settings, steps: int) -> None:
+    """Say so where an objective that corrects for no ratio takes several steps over one buffer."""
+    if steps > 1 and not settings.objective.trust_region:
+        click.echo(
+            f"loss {knobs.loss} knows no ratio: of {steps} steps over this buffer only the first is"
+            " on-policy. A lower lr keeps the others close; a larger batch_acc makes them fewer"
+        )
 
 
 def make_settings(knobs: Knobs, round_number: int) -> Settings:

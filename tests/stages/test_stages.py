@@ -421,6 +421,15 @@ def test_a_round_goes_on_with_the_steps_of_the_round_it_starts_from(finished):
     assert steps == [1, 2, 3, 4]
 
 
+def test_steps_that_are_off_policy_are_told_where_no_ratio_corrects_for_them(copy):
+    told = "of 4 steps over this buffer only the first is on-policy"
+    sizes = {"batch_acc": 1, "train_batch_size": len(rows(copy, "buffers/round-1")) // 4}
+    assert told in succeed(copy, "optimize@1", loss="rloo", **sizes)
+    assert "on-policy" not in succeed(copy, "optimize@1", loss="grpo", **sizes)
+    one = sizes | {"batch_acc": 4}
+    assert "on-policy" not in succeed(copy, "optimize@1", loss="rloo", **one)
+
+
 def test_a_critic_that_starts_from_the_policy_expects_0_and_then_learns(copy):
     succeed(copy, "score@1", critic="policy")
     for row in rows(copy, "buffers/round-1"):
