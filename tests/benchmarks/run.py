@@ -1,0 +1,259 @@
+"""Measure this project's core against TRL and plain loops, and write one table.
+
+    python -m tests.benchmarks.run                     # all, into docs/benchmarks.{json,md}
+    python -m tests.benchmarks.run --only sft,reward --models tiny
+    python -m tests.benchmarks.run --only growth
+
+Both sides take the same model, rows and machine; they run in turn, A B A B, each in a process of
+its own, and a figure is the median over its processes of the medians of their warm steps. What was
+not measured again is kept from the last table. The peers' script lies beside the checkout, in
+shared/bench.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.benchmarks import page
+from tests.benchmarks.workplace import BATCH, MODELS, call, prepare, set_knobs
+from tests.shared import SHARED
+from tests.tiny import ROOT
+
+TABLE = ROOT / "docs" / "benchmarks.json"
+# prompts and samples of a round: SmolLM2's are fewer, for TRL takes a minute to learn from 64.
+ROUND = {"tiny": (16, 8), "smollm2": (8, 8)}
+STEPS = {
+    "tiny": {"sft": 60, "reward": 40, "grpo": 8},
+    "smollm2": {"sft": 4, "reward": 3, "grpo": 2},
+}
+TURNS = 2
+
+
+@dataclass
+class Bench:
+    """Where a run works, and the two sides' command lines."""
+
+    folder: Path
+    peers: Path
+    bf16: bool
+
+    def ours(self, model: str, work: str, *words, **knobs) -> dict:
+        place = self.folder / model
+        set_knobs(place, *ROUND[model], precision="bf16" if self.bf16 else "float32", **knobs)
+        command = ["-m", "tests.benchmarks.ours", work, "--folder", place, *words]
+        return self._figures(*command)
+
+    def peer(self, model: str, work: str, data: str, *words) -> dict:
+        command = [self.peers, work, "--model", self.folder / model / "base", *words]
+        command += ["--data", self.folder / f"{data}.jsonl", "--batch", BATCH]
+        return self._figures(*command, *(["--bf16"] if self.bf16 else []))
+
+    def _figures(self, *command) -> dict:
+        figures = json.loads(call(ROOT, sys.executable, *command).splitlines()[-1])
+        print(*[getattr(word, "name", word) for word in command[1:4]], figures, flush=True)
+        return figures
+
+
+def alternate(*sides: Callable[[], dict]) -> list[dict]:
+    """Each side's figures, medians over its turns: A B A B; peaks are the highest."""
+    turns = [[side() for side in sides] for _ in range(TURNS)]
+    found = []
+    for runs in zip(*turns, strict=True):
+        names = [name for name, value in runs[0].items() if isinstance(value, int | float)]
+        medians = {name: statistics.median(run[name] for run in runs) for name in names}
+        found.append(medians | {"peak_mb": max(run["peak_mb"] for run in runs)})
+    return found
+
+
+def row(work: str, model: str, unit: str, figure: str, ours: dict, peer: dict, name: str) -> dict:
+    """One line of the table: both sides' figure in `unit`, more being better, and their peaks."""
+    return {
+        "work": work,
+        "model": model,
+        "unit": unit,
+        "ours": ours[figure],
+        "peer": peer[figure],
+        "peer_name": name,
+        "ratio": ours[figure] / peer[figure],
+        "ours_mb": ours["peak_mb"],
+        "peer_mb": peer["peak_mb"],
+    }
+
+
+def sft(bench: Bench, model: str) -> list[dict]:
+    steps = ("--steps", STEPS[model]["sft"])
+    answers, every, peer = alternate(
+        lambda: bench.ours(model, "sft", *steps),
+        lambda: bench.ours(model, "sft", *steps, "--every-token"),
+        lambda: bench.peer(model, "sft", "sft", *steps),
+    )
+    kind = ("tokens/s", "tokens_s")
+    rows = [
+        row("SFT", model, *kind, answers, peer, "TRL"),
+        row("SFT, every token trained", model, *kind, every, peer, "TRL"),
+    ]
+    peak = bench.ours(model, "matmul", *(["--bf16"] if bench.bf16 else []))
+    return rows + [share(model, answers, peak)]
+
+
+def share(model: str, ours: dict, peak: dict) -> dict:
+    """SFT's arithmetic a second (what its operators did, by torch's counter) over the peak's."""
+    giga = {"figure": ours["flops_s"] / 1e9, "peak_mb": ours["peak_mb"]}
+    best = {"figure": peak["flops_s"] / 1e9, "peak_mb": peak["peak_mb"]}
+    return row("SFT, share of peak", model, "GFLOP/s", "figure", giga, best, "matrix product")
+
+
+def reward(bench: Bench, model: str) -> list[dict]:
+    steps = ("--steps", STEPS[model]["reward"])
+    ours, peer = alternate(
+        lambda: bench.ours(model, "reward", *steps),
+        lambda: bench.peer(model, "reward", "preferences", *steps),
+    )
+    return [row("reward model", model, "pairs/s", "pairs_s", ours, peer, "TRL")]
+
+
+def grpo(bench: Bench, model: str) -> list[dict]:
+    prompts, samples = ROUND[model]
+    steps = ("--steps", STEPS[model]["grpo"])
+    sizes = ("--prompts", prompts, "--samples", samples, "--max-new", 12)
+    ours, peer, loop = alternate(
+        lambda: bench.ours(model, "grpo", *steps, "--prompts", prompts),
+        lambda: bench.peer(model, "grpo", "prompts", *steps, *sizes),
+        lambda: bench.peer(model, "loop", "prompts", *sizes),
+    )
+    tokens, learned = ("tokens/s", "rollout_tokens_s"), ("completions/s", "optimize_completions_s")
+    return [
+        row("rollout", model, *tokens, ours, peer, "TRL"),
+        row("rollout", model, *tokens, ours, loop, "plain loop"),
+        row("optimize", model, *learned, ours, peer, "TRL"),
+    ]
+
+
+def tokenize(bench: Bench, model: str) -> list[dict]:
+    words = ("--data", bench.folder / "sft.jsonl", "--steps", 4)
+    ours, peer = alternate(
+        lambda: bench.ours(model, "tokenize", *words),
+        lambda: bench.ours(model, "plain_map", *words),
+    )
+    return [row("tokenization", model, "rows/s", "rows_s", ours, peer, "datasets.map")]
+
+
+def rounds(bench: Bench, model: str) -> list[dict]:
+    """Four rounds through files and in memory; `ratio` is memory's time over files'."""
+    words = ("--rounds", 4, "--prompts", ROUND[model][0])
+    knobs = {"beta": 0.01}
+    through, inside = alternate(
+        lambda: bench.ours(model, "files", *words, **knobs),
+        lambda: bench.ours(model, "memory", *words, **knobs),
+    )
+    for side in (through, inside):
+        side["rounds_min"] = 4 * 60 / side["seconds"]
+    kind = ("rounds/min", "rounds_min")
+    return [row("four rounds through files", model, *kind, through, inside, "in memory")]
+
+
+COMPARED = {run.__name__: run for run in (sft, reward, grpo, tokenize, rounds)}
+
+
+def idle(bench: Bench, numbers=(6,)) -> list[dict]:
+    command = ["-m", "tests.benchmarks.idle", bench.folder]
+    return [{"size": n} | bench._figures(*command, n) for n in numbers]
+
+
+def growth(bench: Bench) -> dict[str, list[dict]]:
+    """Seconds and peak memory of the tiny model's work against its size."""
+    found = {
+        "rollout": [],
+        "optimize": [],
+        "tokenization": [],
+        "dvc repro": idle(bench, (4, 12, 40)),
+    }
+    for completions in (64, 256, 1024, 4096):
+        prompts = completions // 8
+        ROUND["growing"] = (prompts, 8)
+        place = bench.folder / "growing"
+        if not place.exists():
+            place.symlink_to("tiny")
+        figures = bench.ours(
+            "growing", "grpo", "--steps", 3, "--prompts", prompts, train_batch_size=64, batch_acc=1
+        )
+        for work in ("rollout", "optimize"):
+            seconds = figures[f"{work}_s"]
+            line = {"size": completions, "seconds": seconds, "peak_mb": figures["peak_mb"]}
+            found[work].append(line)
+    lines = (bench.folder / "sft.jsonl").read_text().splitlines(keepends=True)
+    for count in (1_000, 10_000, 100_000):
+        data = bench.folder / f"rows-{count}.jsonl"
+        data.write_text("".join((lines * (count // len(lines) + 1))[:count]))
+        figures = bench.ours("tiny", "tokenize", "--data", data, "--steps", 2)
+        figures = {name: figures[name] for name in ("seconds", "peak_mb")}
+        found["tokenization"].append({"size": count} | figures)
+    return found
+
+
+def machine() -> dict:
+    """Processor, cores and the versions that the figures depend on."""
+    info = Path("/proc/cpuinfo")
+    names = [x.partition(": ")[2] for x in info.read_text().splitlines() if "model name" in x]
+    packages = ("torch", "transformers", "trl", "accelerate", "datasets", "dvc")
+    return {
+        "processor": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    } | {name: importlib.metadata.version(name) for name in packages}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    choices = [*COMPARED, "idle", "growth"]
+    parser.add_argument("--only", default=",".join(choices), help=f"of {', '.join(choices)}")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--bf16", action="store_true", help="both sides under bf16 autocast")
+    parser.add_argument("--peers", type=Path, default=SHARED / "bench" / "peers.py")
+    parser.add_argument("--work", type=Path, help="keep models and rows here, for another run")
+    parser.add_argument("--table", type=Path, default=TABLE)
+    args = parser.parse_args()
+    if unknown := set(args.only.split(",")) - set(choices):
+        parser.error(f"--only: found {', '.join(unknown)}, expected some of {', '.join(choices)}")
+    if not args.peers.is_file():
+        parser.error(f"{args.peers} is not there; --peers says where the peers' script lies")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (args.work or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        measure(Bench(folder, args.peers.resolve(), args.bf16), args)
+
+
+def measure(bench: Bench, args) -> None:
+    """Run what was asked for; the table is written after each part, so that a stop loses little."""
+    models, only = args.models.split(","), args.only.split(",")
+    prepare(bench.folder, bench.peers, models)
+    table = json.loads(args.table.read_text()) if args.table.exists() else page.EMPTY
+    table |= {"machine": machine()}
+    for name, compare in COMPARED.items():
+        for model in models if name in only else ():
+            if (name, model) == ("rounds", "tiny"):
+                continue
+            fresh = [
+                line | {"precision": "bf16" if bench.bf16 else "float32"}
+                for line in compare(bench, model)
+            ]
+            table["rows"] = page.merged(table["rows"], fresh)
+            page.save(args.table, table)
+    if "idle" in only:
+        table["idle"] = idle(bench)[0]
+        page.save(args.table, table)
+    if "growth" in only:
+        table["growth"] = growth(bench)
+        page.save(args.table, table)
+
+
+if __name__ == "__main__":
+    main()
