@@ -65,7 +65,7 @@ def encode(tokenizer, rows, sft, intake: Intake, totals: dict) -> Iterator[dict]
                 continue
             intake.keep()
             totals["tokens"] += len(result.input_ids)
-            totals["trained_tokens"] += sum(label != -100 for label in result.labels)
+            totals["trained_tokens"] += len(result.labels) - result.labels.count(-100)
             totals["truncated"] += result.truncated
             totals["masked_by_offsets"] += result.route == "offsets"
             yield {"input_ids": result.input_ids, "labels": result.labels}

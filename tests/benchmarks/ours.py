@@ -8,6 +8,7 @@ the second half of the steps.
 """
 
 import argparse
+import gc
 import json
 import os
 import resource
@@ -243,6 +244,7 @@ def tokenize(args) -> dict:
     from stages.tokenize_sft import encode
 
     knobs, tokenizer = params.load(Knobs), load_tokenizer(BASE)
+    gc.freeze()  # as every stage does
 
     def once():
         name, rows = open_source("sft", knobs.sft, Path(args.data), knobs.seed)

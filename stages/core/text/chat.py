@@ -17,6 +17,7 @@ from stages.core.text.masks import (
     Route,
     answer_end,
     answer_start,
+    encode,
     last_word,
     render_turns,
     tokenize,
@@ -290,7 +291,7 @@ def _cut(row: Encoded, max_length: int | None) -> Encoded:
     """The first `max_length` ids; a label at position 0 is no target, for nothing predicts it."""
     ids, labels = row.input_ids[:max_length], row.labels[:max_length]
     truncated = len(ids) < len(row.input_ids)
-    if all(label == IGNORED for label in labels[1:]):
+    if labels[1:].count(IGNORED) == len(labels[1:]):
         raise Unusable("no target left within max_length" if truncated else "no target")
     return Encoded(ids, labels, truncated, row.route)
 
@@ -343,5 +344,5 @@ def _batch_ids(tokenizer, texts: list[str | Dropped]) -> list[list[int] | Droppe
     usable = [text for text in texts if isinstance(text, str)]
     if not usable:
         return texts
-    rows = iter(tokenizer(usable, add_special_tokens=False, verbose=False)["input_ids"])
+    rows = iter(encode(tokenizer, usable)["input_ids"])
     return [next(rows) if isinstance(text, str) else text for text in texts]

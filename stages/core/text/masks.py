@@ -51,11 +51,22 @@ def tokenize(tokenizer, rows: list[Rendered]) -> None:
     texts = [row.text for row in rows] + prompts
     if not texts:
         return
-    encodings = tokenizer(texts, add_special_tokens=False, verbose=False).encodings
+    encodings = encode(tokenizer, texts).encodings
     rest = iter(encodings[len(rows) :])
     for row, encoding in zip(rows, encodings, strict=False):
         row.encoding = encoding
         row.prompt_ids = [None if text is None else next(rest).ids for text in row.prompts]
+
+
+def encode(tokenizer, texts: list[str]):
+    """The tokenizer's batch of plain ids; lists of masks that nobody reads cost as much again."""
+    return tokenizer(
+        texts,
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
 
 
 def answer_start(tokenizer, row: Rendered, number: int) -> tuple[int, Route]:
