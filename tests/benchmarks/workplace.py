@@ -78,7 +78,7 @@ def set_knobs(place: Path, prompts: int = 16, samples: int = 8, batch: int = BAT
         plain(ROOT / "params.yaml"),
         device="cpu",
         threads=os.cpu_count(),
-        model__source="tiny" if place.name == "tiny" else str(package_file()),
+        model__source="tiny" if place.resolve().name == "tiny" else str(package_file()),
         sft__epochs=1,
         sft__train_batch_size=BATCH,
         sft__lr=1e-5,

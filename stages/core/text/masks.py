@@ -59,7 +59,7 @@ def tokenize(tokenizer, rows: list[Rendered]) -> None:
 
 
 def encode(tokenizer, texts: list[str]):
-    """The tokenizer's batch of plain ids; lists of masks that nobody reads cost as much again."""
+    """The tokenizer's batch of plain ids, without lists of masks that nobody reads."""
     return tokenizer(
         texts,
         add_special_tokens=False,
