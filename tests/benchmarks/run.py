@@ -18,6 +18,7 @@ import platform
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,10 @@ class Bench:
         return self._figures(*command, *(["--bf16"] if self.bf16 else []))
 
     def _figures(self, *command) -> dict:
+        """What the command printed last; `seconds` of its whole run where it names none."""
+        start = time.perf_counter()
         figures = json.loads(call(ROOT, sys.executable, *command).splitlines()[-1])
+        figures.setdefault("seconds", time.perf_counter() - start)
         print(*[getattr(word, "name", word) for word in command[1:4]], figures, flush=True)
         return figures
 
