@@ -29,6 +29,7 @@ from stages.store.checkpoints import (
     load_policy,
     load_scorer,
     load_trainer,
+    new_scorer,
     save_model,
     save_optimizer,
     save_policy,
@@ -178,7 +179,11 @@ def in_memory(tokenizer) -> Memory:
     knobs, learning = params.load(RolloutKnobs), params.load(OptimizeKnobs)
     chosen, accelerator = make_settings(learning, 1), cpu_accelerator()
     policy, reference = (load_policy(Path("models/sft"), "sdpa", CPU) for _ in range(2))
-    reward_model, critic = (load_scorer(Path("models/rm"), "sdpa", CPU) for _ in range(2))
+    reward_model = load_scorer(Path("models/rm"), "sdpa", CPU)
+    if learning.critic == "policy":
+        critic = new_scorer(Path("models/sft"), "sdpa", CPU, zero_head=True)
+    else:
+        critic = load_scorer(Path("models/rm"), "sdpa", CPU)
     models = {"policy": policy} | ({"critic": critic} if chosen.objective.critic else {})
     optimizers = {name: adamw(m, 1.0, learning.weight_decay) for name, m in models.items()}
     memory = Memory(policy, models.get("critic"), optimizers, [], [])
@@ -227,10 +232,17 @@ def curve_of(k: int) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    "loss, kind", [("grpo", "llama"), ("grpo", "gpt2"), ("ppo", "llama"), ("ppo", "gpt2")]
+    "loss, critic, kind",
+    [
+        ("grpo", "policy", "llama"),
+        ("grpo", "reward_model", "gpt2"),
+        ("ppo", "policy", "llama"),
+        ("ppo", "reward_model", "llama"),
+        ("ppo", "reward_model", "gpt2"),
+    ],
 )
-def test_three_rounds_through_the_stages_are_one_long_run_bit_for_bit(loss, kind, project):
-    prepare(project, kind, loss=loss)
+def test_three_rounds_through_the_stages_are_one_long_run_bit_for_bit(loss, critic, kind, project):
+    prepare(project, kind, loss=loss, critic=critic)
     before_optimize = through_files()
     memory = in_memory(byte_tokenizer())
 
