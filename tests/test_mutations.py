@@ -156,8 +156,8 @@ FAULTS = [
     Fault(
         "temperature multiplied",
         "stages/core/models/log_probs.py",
-        "logits / temperature\n",
-        "logits * temperature\n",
+        "torch.float32)) / temperature",
+        "torch.float32)) * temperature",
         "tests/core/models",
     ),
     Fault(
