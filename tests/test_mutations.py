@@ -1,6 +1,6 @@
 """Faults planted in the maths: for each one a quick test must go red.
 
-Each case edits one line in a copy of the code and runs the tests that are there for that line.
+Each case edits one line in a copy of the code and runs the tests of that module.
 """
 
 import os
@@ -18,18 +18,17 @@ pytestmark = pytest.mark.slow
 OBJECTIVES = "stages/core/rl/objectives.py"
 ADVANTAGES = "stages/core/rl/advantages.py"
 EPOCHS = "stages/core/rl/epochs.py"
-RL_TESTS = "tests/core/rl"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`old` becomes `new` in `file`; `tests` must notice. `old` stands there once."""
+    """`old`, which stands in `file` once, becomes `new`; `tests`, or the module's own, notice."""
 
     name: str
     file: str
     old: str
     new: str
-    tests: str = RL_TESTS
+    tests: str = ""
 
 
 FAULTS = [
@@ -198,6 +197,12 @@ FAULTS = [
 ]
 
 
+def module_tests(module: str) -> str:
+    """stages/core/rl/kl.py -> tests/core/rl/test_kl.py"""
+    folder, name = module.rsplit("/", 1)
+    return f"tests{folder.removeprefix('stages')}/test_{name}"
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_turns_a_test_red(fault, tmp_path):
     for name in ("stages", "tests", "pyproject.toml", "params.yaml", "dvc.yaml"):
@@ -214,7 +219,16 @@ def test_a_planted_fault_turns_a_test_red(fault, tmp_path):
     )
     file.write_text(text.replace(fault.old, fault.new))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", fault.tests],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            fault.tests or module_tests(fault.file),
+        ],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)},
         capture_output=True,
