@@ -44,7 +44,7 @@ from stages.store.checkpoints import (
 )
 from stages.store.common import params
 from stages.store.common.command import Stage, progress, say
-from stages.store.common.metrics import write_curve, write_json
+from stages.store.common.metrics import write_json
 from stages.store.sources.tokenizers import load_tokenizer
 from stages.store.tables import BUFFERS, UPDATES, Rows, random_access, read_provenance, write_table
 from stages.store.tracking import tracking
@@ -102,7 +102,7 @@ def optimize(
         reward = goal.rewards[goal.used].mean().item()
         name = f"optimize {round_number}"
         bar = progress(records, name, settings.ppo_epochs * each_epoch)
-        with tracking(f"optimize-{round_number}", knobs.model_dump()) as log:
+        with tracking(f"optimize-{round_number}", knobs.model_dump(), curve) as log:
             for record in bar:
                 step += 1
                 steps.append(curve_row(step, round_number, record))
@@ -121,7 +121,6 @@ def optimize(
         rounds=[*learner.state.rounds, round_number],
     )
     save_policy(out, learner.policy, load_tokenizer(start), state, learner.pairs(), learner.critic)
-    write_curve(curve, steps)
     write_json(figures, found)
     say(found, round=round_number, objective=knobs.loss)
 

@@ -20,7 +20,7 @@ from stages.knobs.report import Knobs
 from stages.store.common import params
 from stages.store.common.command import Stage, say
 from stages.store.common.files import replacing
-from stages.store.common.metrics import read_json, write_curve, write_json
+from stages.store.common.metrics import growing_curve, read_json, write_json
 from stages.store.excerpts import answers, changed_prompts, completions, telling_groups
 
 EVALUATED = ("accuracy_sampled", "accuracy_greedy", "length", "finished")
@@ -63,9 +63,9 @@ def report(
             write_json(folder / f"round-{row['round']}.json", known)
     with replacing(plots, folder=True) as folder:
         write_json(folder / "rounds.json", table)  # an undefined figure of a CSV is drawn as 0
-        write_curve(folder / "sft.csv", read_curve(curves / "train_sft.csv"))
-        write_curve(folder / "rm.csv", read_curve(curves / "train_rm.csv"))
-        write_curve(folder / "steps.csv", steps_of(curves, rounds))
+        with growing_curve(folder / "steps.csv") as add:
+            for row in steps_of(curves, rounds):
+                add(row)
     run = Run(
         rounds=starts,
         table=[row | details(figures, row["round"]) for row in table],

@@ -7,7 +7,8 @@ Writes  data/preferences/pairs.parquet (store/tables.py: PAIRS), figures of rows
 The split is left to `split_preferences`: another share must not tokenize again.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import click
@@ -17,11 +18,11 @@ from stages.core.text.chat import encode_pairs
 from stages.core.text.messages import Dropped
 from stages.knobs.tokenize_preferences import Knobs
 from stages.store.common import params
-from stages.store.common.command import Stage, progress, say
+from stages.store.common.command import Stage, say
 from stages.store.common.metrics import write_json
-from stages.store.sources.inputs import Intake, batches, open_source, usable
+from stages.store.sources.inputs import Intake, Part, open_source, tokenized, usable
 from stages.store.sources.tokenizers import load_tokenizer
-from stages.store.tables import PAIRS, write_table
+from stages.store.tables import PAIRS, write_batches
 
 
 @click.command(cls=Stage)
@@ -34,38 +35,35 @@ def tokenize_preferences(task: Path, base: Path, out: Path, figures: Path) -> No
     knobs = params.load(Knobs)
     tokenizer = load_tokenizer(base)
     name, rows = open_source("preferences", knobs.preferences, task, knobs.seed)
-    intake = Intake(name)
-    totals = {"truncated": 0, "masked_by_offsets": 0}
-    rows = progress(rows, "tokenize")
-    encoded = encode(tokenizer, rows, knobs.preferences.max_length, intake, totals)
+    intake, sums = Intake(name), Counter(truncated=0, masked_by_offsets=0)
+    encoding = partial(encode, tokenizer, knobs.preferences.max_length)
+    encoded = tokenized(rows, encoding, PAIRS, intake, sums)
     provenance = {"stage": "tokenize_preferences", "source": name, "tokenizer": str(base)}
-    write_table(out, PAIRS, encoded, provenance)
+    write_batches(out, PAIRS, encoded, provenance)
     intake.report()
     if not intake.kept:
         raise InputError(f"{name}: no pair was kept of {intake.rows}")
-    write_json(figures, intake.figures() | totals)
-    say(intake.figures() | totals)
+    write_json(figures, intake.figures() | sums)
+    say(intake.figures() | sums)
 
 
-def encode(tokenizer, rows, max_length: int, intake: Intake, totals: dict) -> Iterator[dict]:
-    """Canonical pairs -> rows of the table, a batch of 1000 at a time; counts on the way."""
-    for batch in batches(rows):
-        numbers, kept = usable(batch, intake)
-        pairs = [(row.prompt, row.chosen, row.rejected) for row in kept]
-        results = encode_pairs(tokenizer, pairs, max_length, [row.tools for row in kept])
-        for number, row, result in zip(numbers, kept, results, strict=True):
-            if isinstance(result, Dropped):
-                intake.drop(number, result.reason)
-                continue
-            intake.keep()
-            totals["truncated"] += result.truncated
-            totals["masked_by_offsets"] += result.route == "offsets"
-            yield {
-                "prompt_ids": result.prompt_ids,
-                "chosen_ids": result.chosen_ids,
-                "rejected_ids": result.rejected_ids,
-                "margin": row.margin,
-            }
+def encode(tokenizer, max_length: int, batch: list, part: Part) -> None:
+    """Numbered canonical pairs -> rows of the table and what is counted, in `part`."""
+    numbers, kept = usable(batch, part)
+    pairs = [(row.prompt, row.chosen, row.rejected) for row in kept]
+    results = encode_pairs(tokenizer, pairs, max_length, [row.tools for row in kept])
+    for number, row, result in zip(numbers, kept, results, strict=True):
+        if isinstance(result, Dropped):
+            part.drop(number, result.reason)
+            continue
+        part.keep(
+            prompt_ids=result.prompt_ids,
+            chosen_ids=result.chosen_ids,
+            rejected_ids=result.rejected_ids,
+            margin=row.margin,
+        )
+        part.sums["truncated"] += result.truncated
+        part.sums["masked_by_offsets"] += result.route == "offsets"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ Writes  data/sft.parquet (store/tables.py: SFT), figures of rows kept and droppe
 Batching and shuffling are left to `train_sft`: another batch size must not tokenize again.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import click
@@ -17,11 +18,13 @@ from stages.core.text.chat import encode_conversations, encode_texts
 from stages.core.text.messages import Dropped
 from stages.knobs.tokenize_sft import Knobs
 from stages.store.common import params
-from stages.store.common.command import Stage, progress, say
+from stages.store.common.command import Stage, say
 from stages.store.common.metrics import write_json
-from stages.store.sources.inputs import Intake, batches, open_source, usable
+from stages.store.sources.inputs import Intake, Part, open_source, tokenized, usable
 from stages.store.sources.tokenizers import load_tokenizer
-from stages.store.tables import SFT, write_table
+from stages.store.tables import SFT, write_batches
+
+SUMS = ("tokens", "trained_tokens", "truncated", "masked_by_offsets")
 
 
 @click.command(cls=Stage)
@@ -34,41 +37,38 @@ def tokenize_sft(task: Path, base: Path, out: Path, figures: Path) -> None:
     knobs = params.load(Knobs)
     tokenizer = load_tokenizer(base)
     name, rows = open_source("sft", knobs.sft, task, knobs.seed)
-    intake = Intake(name)
-    totals = {"tokens": 0, "trained_tokens": 0, "truncated": 0, "masked_by_offsets": 0}
-    encoded = encode(tokenizer, progress(rows, "tokenize"), knobs.sft, intake, totals)
+    intake, sums = Intake(name), Counter(dict.fromkeys(SUMS, 0))
+    encoded = tokenized(rows, partial(encode, tokenizer, knobs.sft), SFT, intake, sums)
     provenance = {"stage": "tokenize_sft", "source": name, "tokenizer": str(base)}
-    write_table(out, SFT, encoded, provenance)
+    write_batches(out, SFT, encoded, provenance)
     intake.report()
     if not intake.kept:
         raise InputError(f"{name}: no row was kept of {intake.rows}")
-    write_json(figures, intake.figures() | totals)
-    say(intake.figures() | totals)
+    write_json(figures, intake.figures() | sums)
+    say(intake.figures() | sums)
 
 
-def encode(tokenizer, rows, sft, intake: Intake, totals: dict) -> Iterator[dict]:
-    """Canonical rows -> rows of the table, a batch of 1000 at a time; counts on the way."""
-    for batch in batches(rows):
-        numbers, kept = usable(batch, intake)
-        texts = [row.text for row in kept]
-        if any(text is not None for text in texts):
-            results = encode_texts(tokenizer, texts, sft.max_length)
-        else:
-            conversations = [row.messages for row in kept]
-            tools = [row.tools for row in kept]
-            results = encode_conversations(
-                tokenizer, conversations, sft.train_on, sft.max_length, tools
-            )
-        for number, result in zip(numbers, results, strict=True):
-            if isinstance(result, Dropped):
-                intake.drop(number, result.reason)
-                continue
-            intake.keep()
-            totals["tokens"] += len(result.input_ids)
-            totals["trained_tokens"] += len(result.labels) - result.labels.count(-100)
-            totals["truncated"] += result.truncated
-            totals["masked_by_offsets"] += result.route == "offsets"
-            yield {"input_ids": result.input_ids, "labels": result.labels}
+def encode(tokenizer, sft, batch: list, part: Part) -> None:
+    """Numbered canonical rows -> rows of the table and what is counted, in `part`."""
+    numbers, kept = usable(batch, part)
+    texts = [row.text for row in kept]
+    if any(text is not None for text in texts):
+        results = encode_texts(tokenizer, texts, sft.max_length)
+    else:
+        conversations = [row.messages for row in kept]
+        tools = [row.tools for row in kept]
+        results = encode_conversations(
+            tokenizer, conversations, sft.train_on, sft.max_length, tools
+        )
+    for number, result in zip(numbers, results, strict=True):
+        if isinstance(result, Dropped):
+            part.drop(number, result.reason)
+            continue
+        part.keep(input_ids=result.input_ids, labels=result.labels)
+        part.sums["tokens"] += len(result.input_ids)
+        part.sums["trained_tokens"] += len(result.labels) - result.labels.count(-100)
+        part.sums["truncated"] += result.truncated
+        part.sums["masked_by_offsets"] += result.route == "offsets"
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from stages.store.checkpoints import new_scorer, save_model
 from stages.store.common import params
 from stages.store.common.command import Stage, progress, say
 from stages.store.common.files import replacing
-from stages.store.common.metrics import write_curve, write_json
+from stages.store.common.metrics import write_json
 from stages.store.sources.tokenizers import load_tokenizer
 from stages.store.tables import PAIRS, random_access
 from stages.store.tracking import tracking
@@ -54,14 +54,13 @@ def train_rm(
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         seed_everything(knobs.seed, "train_rm", "head")
         scorer = new_scorer(sft, knobs.attention, accelerator.device)
-        with tracking("train_rm", knobs.model_dump()) as log:
+        with tracking("train_rm", knobs.model_dump(), curve) as log:
             steps = train(accelerator, scorer, rows, knobs, log)
         check_weights(scorer, "models/rm")
         with accelerator.autocast():
             found = validate(scorer, held_out, knobs.rm)
     with replacing(out, folder=True) as folder:
         save_model(folder, scorer, load_tokenizer(sft))
-    write_curve(curve, steps)
     found |= {"steps": len(steps), "skipped": sum(step["skipped"] for step in steps)}
     write_json(figures, found)
     say(found)

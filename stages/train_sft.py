@@ -22,7 +22,7 @@ from stages.store.checkpoints import load_policy, save_model
 from stages.store.common import params
 from stages.store.common.command import Stage, progress, say
 from stages.store.common.files import replacing
-from stages.store.common.metrics import write_curve, write_json
+from stages.store.common.metrics import write_json
 from stages.store.sources.tokenizers import load_tokenizer
 from stages.store.tables import SFT, random_access
 from stages.store.tracking import tracking
@@ -40,12 +40,11 @@ def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> 
     with random_access(data, SFT) as rows:
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         policy = load_policy(base, knobs.attention, accelerator.device)
-        with tracking("train_sft", knobs.model_dump()) as log:
+        with tracking("train_sft", knobs.model_dump(), curve) as log:
             steps = train(accelerator, policy, rows, knobs, log)
         check_weights(policy, "models/sft")
     with replacing(out, folder=True) as folder:
         save_model(folder, policy, load_tokenizer(base))
-    write_curve(curve, steps)
     found = summary(steps)
     write_json(figures, found)
     say(found)

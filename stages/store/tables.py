@@ -106,26 +106,53 @@ def write_table(
     file's metadata beside `schema_version`. A surplus or missing key is an error, never dropped,
     and so is a null where the schema allows none.
     """
-    schema = schema.with_metadata({"schema_version": SCHEMA_VERSION})
+    return write_batches(path, schema, _record_batches(path, schema, rows), provenance)
+
+
+def _record_batches(path: Path, schema: pa.Schema, rows: Iterable[dict]) -> Iterator:
     names, count = set(schema.names), 0
+    for chunk in _chunks(rows, ROWS_PER_GROUP):
+        for number, row in enumerate(chunk, start=count):
+            if row.keys() != names:
+                odd = sorted(row.keys() ^ names)
+                raise ValueError(f"{path}: row {number} has other columns: {odd}")
+        for field in schema:
+            _check_whole_numbers(path, chunk, field, count)
+        count += len(chunk)
+        yield pa.RecordBatch.from_pylist(chunk, schema=schema)
+
+
+def write_batches(
+    path: Path,
+    schema: pa.Schema,
+    batches: Iterable[pa.RecordBatch],
+    provenance: dict | Callable[[], dict],
+) -> int:
+    """`write_table` for rows that are in Arrow's memory already, in batches of any size."""
+    schema, count = schema.with_metadata({"schema_version": SCHEMA_VERSION}), 0
     with replacing(path) as temporary:
         with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
-            for chunk in _chunks(rows, ROWS_PER_GROUP):
-                for number, row in enumerate(chunk, start=count):
-                    if row.keys() != names:
-                        odd = sorted(row.keys() ^ names)
-                        raise ValueError(f"{path}: row {number} has other columns: {odd}")
-                for field in schema:
-                    _check_whole_numbers(path, chunk, field, count)
-                batch = pa.RecordBatch.from_pylist(chunk, schema=schema)
+            for batch in _of_one_size(batches, schema):
                 for field in schema:
                     _check_nulls(path, batch.column(field.name), field, count)
                 writer.write_batch(batch)
-                count += len(chunk)
+                count += batch.num_rows
             made = provenance() if callable(provenance) else provenance
             text = json.dumps(made, sort_keys=True, ensure_ascii=False)
             writer.add_key_value_metadata({"provenance": text})
     return count
+
+
+def _of_one_size(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """The rows in batches of ROWS_PER_GROUP; the last one holds the rest."""
+    waiting = pa.Table.from_batches([], schema)
+    for batch in batches:
+        waiting = pa.concat_tables([waiting, pa.Table.from_batches([batch], schema)])
+        while waiting.num_rows >= ROWS_PER_GROUP:
+            yield from waiting.slice(0, ROWS_PER_GROUP).combine_chunks().to_batches()
+            waiting = waiting.slice(ROWS_PER_GROUP)
+    if waiting.num_rows:
+        yield from waiting.combine_chunks().to_batches()
 
 
 def _check_whole_numbers(path: Path, chunk: list[dict], field: pa.Field, start: int) -> None:

@@ -1,8 +1,10 @@
-"""Figures of a running training, sent to the trackers that people already have, by Accelerate.
+"""Figures of a running training: to its curve, and to the trackers that people already have.
 
-Which ones is said by the environment, `RLHF_TRACK=tensorboard,wandb dvc repro`, and by no knob: a
-tracker changes no output, while DVC would train everything again for a knob that says another one.
-Their own settings (project, server, account) are environment variables too.
+The curve is a CSV file that grows by the step, so that DVC's editor extension draws it live.
+Trackers are fed by Accelerate. Which ones is said by the environment, `RLHF_TRACK=tensorboard,wandb
+dvc repro`, and by no knob: a tracker changes no output, while DVC would train everything again for
+a knob that says another one. Their own settings (project, server, account) are environment
+variables too.
 """
 
 import os
@@ -15,6 +17,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from stages.core.errors import InputError
+from stages.store.common.metrics import growing_curve
 
 VARIABLE = "RLHF_TRACK"
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
@@ -22,13 +25,24 @@ PROJECT, FOLDER = "rlhf-dvc", Path("runs")
 
 
 @contextmanager
-def tracking(run: str, knobs: Mapping) -> Iterator[Callable[[dict], None]]:
-    """Yield a function that sends a row with `step` to every tracker chosen; none: it does nothing.
+def tracking(run: str, knobs: Mapping, curve: Path) -> Iterator[Callable[[dict], None]]:
+    """Yield a function that adds a row with `step` to the curve and to every tracker chosen.
 
     `run` names the stage, and with the time the run; `knobs` are shown beside it. InputError for an
     unknown tracker or one that is not installed.
     """
     names = chosen()
+    with growing_curve(curve) as draw, _trackers(names, run, knobs) as send:
+
+        def log(row: dict) -> None:
+            draw(row)
+            send(row)
+
+        yield log
+
+
+@contextmanager
+def _trackers(names, run: str, knobs: Mapping) -> Iterator[Callable[[dict], None]]:
     if not names:
         yield lambda row: None
         return
@@ -38,14 +52,14 @@ def tracking(run: str, knobs: Mapping) -> Iterator[Callable[[dict], None]]:
     options = {name: {named[name]: run} for name in names if name in named}
     accelerator.init_trackers(PROJECT, _plain(knobs), options)
 
-    def log(row: dict) -> None:
+    def send(row: dict) -> None:
         accelerator.log(
             {name: value for name, value in row.items() if value is not None and name != "step"},
             step=row["step"],
         )
 
     try:
-        yield log
+        yield send
     finally:
         accelerator.end_training()
 

@@ -17,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 BASE = Path("base")
@@ -238,9 +240,9 @@ def tokenize(args) -> dict:
     """`tokenize_sft`'s work: rows of a JSONL file to ids and labels in a Parquet file."""
     from stages.knobs.tokenize_sft import Knobs
     from stages.store.common import params
-    from stages.store.sources.inputs import Intake, open_source
+    from stages.store.sources.inputs import Intake, open_source, tokenized
     from stages.store.sources.tokenizers import load_tokenizer
-    from stages.store.tables import SFT, write_table
+    from stages.store.tables import SFT, write_batches
     from stages.tokenize_sft import encode
 
     knobs, tokenizer = params.load(Knobs), load_tokenizer(BASE)
@@ -248,9 +250,9 @@ def tokenize(args) -> dict:
 
     def once():
         name, rows = open_source("sft", knobs.sft, Path(args.data), knobs.seed)
-        totals = dict.fromkeys(("tokens", "trained_tokens", "truncated", "masked_by_offsets"), 0)
-        encoded = encode(tokenizer, rows, knobs.sft, Intake(name), totals)
-        return write_table(Path("tokenized.parquet"), SFT, encoded, {})
+        work = partial(encode, tokenizer, knobs.sft)
+        encoded = tokenized(rows, work, SFT, Intake(name), Counter())
+        return write_batches(Path("tokenized.parquet"), SFT, encoded, {})
 
     return timed_rows(once, args.steps)
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from stages.core.errors import InputError
-from stages.store.common.metrics import read_json, strict, write_curve, write_json
+from stages.store.common.metrics import growing_curve, read_json, strict, write_json
 
 NAN, INFINITY = math.nan, math.inf
 
@@ -62,26 +62,27 @@ def test_a_foreign_file_is_named(tmp_path, text):
         read_json(path)
 
 
-def test_a_curve_has_a_line_per_step_and_empty_cells_for_what_is_undefined(tmp_path):
-    path = tmp_path / "curve.csv"
-    write_curve(
-        path,
-        [
-            {"step": 1, "loss": 0.5, "value_loss": None},
-            {"step": 2, "loss": NAN, "value_loss": INFINITY},
-        ],
-    )
+def test_a_curve_has_a_line_per_step_at_once_and_empty_cells_for_what_is_undefined(tmp_path):
+    path = tmp_path / "curves" / "sft.csv"
+    with growing_curve(path) as add:
+        add({"step": 1, "loss": 0.5, "value_loss": None})
+        assert path.read_bytes() == b"step,loss,value_loss\n1,0.5,\n"
+        add({"step": 2, "loss": NAN, "value_loss": INFINITY})
     assert path.read_bytes() == b"step,loss,value_loss\n1,0.5,\n2,,\n"
 
 
-def test_a_curve_without_steps_is_a_header(tmp_path):
-    write_curve(tmp_path / "curve.csv", [])
-    assert (tmp_path / "curve.csv").read_text() == "step\n"
+def test_a_curve_is_never_written_through_a_link_into_the_cache(tmp_path):
+    cached, path = tmp_path / "cached", tmp_path / "curve.csv"
+    cached.write_text("old")
+    path.hardlink_to(cached)
+    with growing_curve(path) as add:
+        add({"step": 1})
+    assert (cached.read_text(), path.read_text()) == ("old", "step\n1\n")
 
 
-def test_a_curve_whose_rows_differ_is_an_error_and_the_old_file_stays(tmp_path):
+def test_a_curve_of_a_stage_that_fails_is_no_output(tmp_path):
     path = tmp_path / "curve.csv"
-    path.write_text("old")
-    with pytest.raises(ValueError, match="surplus"):
-        write_curve(path, [{"step": 1}, {"step": 2, "surplus": 3}])
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(ValueError, match="surplus"), growing_curve(path) as add:
+        add({"step": 1})
+        add({"step": 2, "surplus": 3})
+    assert list(tmp_path.iterdir()) == []

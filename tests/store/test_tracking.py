@@ -18,14 +18,15 @@ def inside(tmp_path, monkeypatch):
 
 
 def test_nothing_is_tracked_unless_the_environment_says_so(inside):
-    with tracking("train_sft", {"seed": 1}) as log:
+    with tracking("train_sft", {"seed": 1}, inside / "sft.csv") as log:
         log({"step": 1, "loss": 0.5})
-    assert os.listdir(inside) == []
+    assert os.listdir(inside) == ["sft.csv"]
 
 
 def test_tensorboard_gets_every_figure_of_every_step(inside, monkeypatch):
     monkeypatch.setenv(VARIABLE, "tensorboard")
-    with tracking("optimize-1", {"seed": 1, "sft": {"lr": 0.1, "name": None}}) as log:
+    knobs = {"seed": 1, "sft": {"lr": 0.1, "name": None}}
+    with tracking("optimize-1", knobs, inside / "curve.csv") as log:
         for step in (1, 2, 3):
             log({"step": step, "loss": 0.5 * step, "value_loss": None})
     (run,) = (inside / "runs").iterdir()
@@ -33,6 +34,8 @@ def test_tensorboard_gets_every_figure_of_every_step(inside, monkeypatch):
     events = EventAccumulator(str(run / "rlhf-dvc")).Reload()
     assert events.Tags()["scalars"] == ["loss"]
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    drawn = (inside / "curve.csv").read_text()
+    assert drawn == "step,loss,value_loss\n1,0.5,\n2,1.0,\n3,1.5,\n"
 
 
 def test_names_are_separated_by_commas_or_blanks_and_counted_once(monkeypatch):

@@ -18,6 +18,7 @@ from stages.core.text.masks import (
     answer_end,
     answer_start,
     encode,
+    header_of,
     last_word,
     render_turns,
     tokenize,
@@ -127,13 +128,14 @@ def encode_conversations(
     stop token, without an exact mask, or without a target once cut.
     """
     _check_fast(tokenizer)
-    stops = _stops(tokenizer)
+    stops, header = _stops(tokenizer), header_of(tokenizer)
 
     def rendered(told, messages):
         messages = adapt(told, clean_messages(messages))
         if train_on == "all":
-            return render_turns(told, messages, [])
-        return _render_answers(told, messages, train_on, stops)
+            return render_turns(told, messages, [], header)
+        messages, turns = _trained_turns(messages, train_on, stops)
+        return render_turns(told, messages, turns, header)
 
     def encoded(told, row):
         label = _everything if train_on == "all" else _answers
@@ -141,7 +143,7 @@ def encode_conversations(
 
     told = _told(tokenizer, tools, len(conversations))
     rows = [_attempt(rendered, *each) for each in zip(told, conversations, strict=True)]
-    tokenize(tokenizer, [row for row in rows if isinstance(row, Rendered)])
+    tokenize(tokenizer, [row for row in rows if isinstance(row, Rendered)], header)
     return [_attempt(encoded, *each) for each in zip(told, rows, strict=True)]
 
 
@@ -187,10 +189,11 @@ def encode_pairs(
     whose prompt alone fills `max_length`, or whose answers are token-identical, also once cut.
     """
     _check_fast(tokenizer)
-    stops = _stops(tokenizer)
+    stops, header = _stops(tokenizer), header_of(tokenizer)
 
     def rendered(told, prompt, answer):
-        return _render_side(told, prompt, answer, stops)
+        messages, turns = _side_turns(told, prompt, answer, stops)
+        return render_turns(told, messages, turns, header)
 
     def side(told, row):
         return _side(told, row, stops)
@@ -198,7 +201,7 @@ def encode_pairs(
     told = [each for each in _told(tokenizer, tools, len(pairs)) for _ in range(2)]
     answers = [(prompt, answer) for prompt, *both in pairs for answer in both]
     rows = [_attempt(rendered, each, *pair) for each, pair in zip(told, answers, strict=True)]
-    tokenize(tokenizer, [row for row in rows if isinstance(row, Rendered)])
+    tokenize(tokenizer, [row for row in rows if isinstance(row, Rendered)], header)
     sides = [_attempt(side, *each) for each in zip(told, rows, strict=True)]
     return [
         _attempt(_joined, chosen, rejected, max_length)
@@ -206,7 +209,8 @@ def encode_pairs(
     ]
 
 
-def _render_answers(tokenizer, messages, train_on: TrainOn, stops: Stops) -> Rendered:
+def _trained_turns(messages, train_on: TrainOn, stops: Stops) -> tuple[list[Message], list[int]]:
+    """The messages up to the last answer, and which turns are trained."""
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise Unusable("no assistant turn")
@@ -214,17 +218,20 @@ def _render_answers(tokenizer, messages, train_on: TrainOn, stops: Stops) -> Ren
     turns = {"last_assistant": turns[-1:], "all_assistants": turns}[train_on]
     for turn in turns:
         _check_no_stop(messages[turn], stops)
-    return render_turns(tokenizer, messages, turns)
+    return messages, turns
 
 
-def _render_side(tokenizer, prompt: Messages, answer: Messages, stops: Stops) -> Rendered:
+def _side_turns(
+    tokenizer, prompt: Messages, answer: Messages, stops: Stops
+) -> tuple[list[Message], list[int]]:
+    """Prompt and answer as one conversation, and the turns at which the answer starts and ends."""
     messages = adapt(tokenizer, clean_messages([*prompt, *answer]))
     turns = sorted({len(prompt), len(messages) - 1})
     if not answer or any(messages[turn]["role"] != "assistant" for turn in turns):
         raise Unusable("an answer does not start and end with an assistant turn")
     for message in messages[len(prompt) :]:
         _check_no_stop(message, stops)
-    return render_turns(tokenizer, messages, turns)
+    return messages, turns
 
 
 def _check_no_stop(message: Message, stops: Stops) -> None:
@@ -235,14 +242,14 @@ def _check_no_stop(message: Message, stops: Stops) -> None:
 
 
 def _everything(tokenizer, row: Rendered, stops: Stops) -> Encoded:
-    ids = list(row.encoding.ids)
+    ids = list(row.ids)
     if last_word(row) not in stops:
         ids.append(_eos(tokenizer))
     return Encoded(ids, list(ids), truncated=False, route="all")
 
 
 def _answers(tokenizer, row: Rendered, stops: Stops) -> Encoded:
-    ids = list(row.encoding.ids)
+    ids = list(row.ids)
     labels = [IGNORED] * len(ids)
     routes = set()
     for number in range(len(row.turns)):
@@ -262,7 +269,7 @@ def _side(tokenizer, row: Rendered, stops: Stops) -> tuple[list[int], list[int],
     split, route = answer_start(tokenizer, row, 0)
     start, _ = answer_start(tokenizer, row, -1)
     end = answer_end(tokenizer, row, -1, start, stops)
-    ids = row.encoding.ids
+    ids = row.ids
     eos = [] if _stopped(ids[start:end], stops) else [_eos(tokenizer)]
     return ids[:split], ids[split:end] + eos, route
 
@@ -344,5 +351,5 @@ def _batch_ids(tokenizer, texts: list[str | Dropped]) -> list[list[int] | Droppe
     usable = [text for text in texts if isinstance(text, str)]
     if not usable:
         return texts
-    rows = iter(encode(tokenizer, usable)["input_ids"])
+    rows = iter(encode(tokenizer, usable))
     return [next(rows) if isinstance(text, str) else text for text in texts]

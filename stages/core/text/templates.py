@@ -96,6 +96,16 @@ def render_prompt(tokenizer, messages: list[Message]) -> str:
     return before.rstrip(" ") if found and before.rstrip().startswith(text) else text
 
 
+def usual_header(tokenizer) -> str:
+    """What the template adds after a user's turn to open the assistant's; "" where it adds none."""
+    question = [{"role": "user", "content": "a"}]
+    try:
+        text, opened = render(tokenizer, question), render(tokenizer, question, header=True)
+    except Unusable:
+        return ""
+    return opened.removeprefix(text) if opened.startswith(text) else ""
+
+
 def check_unicode(text: str) -> None:
     """Raises Unusable for half a surrogate pair, on which a tokenizer fails for the whole batch."""
     try:

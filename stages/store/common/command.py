@@ -56,14 +56,19 @@ def failure(stage: str, error: Exception | str, advice: str) -> click.ClickExcep
 
 
 def stop_with_parent() -> None:
-    """Ask Linux to send SIGTERM to this process when its parent ends; elsewhere nothing happens.
+    """End this stage when what started it ends: DVC, or a shell."""
+    stop_with(stages.PARENT, signal.SIGTERM)
 
-    A parent that ended before, while modules were imported, ends the stage at once.
+
+def stop_with(parent: int, word: signal.Signals) -> None:
+    """Ask Linux to send a signal to this process when its parent ends; elsewhere nothing is done.
+
+    A parent that ended before, while modules were imported, ends the process at once.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != stages.PARENT:
-            raise SystemExit("the process that started this stage has ended")
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, word)
+        if os.getppid() != parent:
+            raise SystemExit("the process that started this one has ended")
 
 
 def spelled_out(text: str, keep: str = "") -> str:

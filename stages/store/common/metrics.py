@@ -3,11 +3,13 @@
 import csv
 import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from stages.core.errors import InputError
-from stages.store.common.files import replacing
+from stages.store.common.files import naming, remove, replacing
 
 
 def strict(value):
@@ -38,9 +40,28 @@ def read_json(path: Path) -> dict:
         raise InputError(f"{path}: not JSON ({error}); expected a stage's figures") from error
 
 
-def write_curve(path: Path, rows: Sequence[dict]) -> None:
-    """Write a CSV line per step; columns are the first row's, undefined values stay empty."""
-    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as handle:
-        writer = csv.DictWriter(handle, list(rows[0]) if rows else ["step"], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({key: strict(value) for key, value in row.items()} for row in rows)
+@contextmanager
+def growing_curve(path: Path) -> Iterator[Callable[[dict], None]]:
+    """Yield a function that adds a step's row to a CSV file at once, for plots that are live.
+
+    Columns are the first row's, undefined values stay empty. Where the block fails the file goes; a
+    killed stage may leave whole lines of it, and none of its other outputs.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove(path)  # it may be a link into the DVC cache
+    try:
+        with naming(path), path.open("x", newline="", encoding="utf-8") as handle:
+            writers: list[csv.DictWriter] = []
+
+            def add(row: dict) -> None:
+                if not writers:
+                    writers.append(csv.DictWriter(handle, list(row), lineterminator="\n"))
+                    writers[0].writeheader()
+                writers[0].writerow(strict(row))
+                handle.flush()
+
+            yield add
+            os.fsync(handle.fileno())
+    except BaseException:
+        remove(path)
+        raise

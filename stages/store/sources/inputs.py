@@ -1,17 +1,21 @@
 """The rows that a stage was asked for: the embedded task's, or those of a dataset knob."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import click
+import pyarrow as pa
 
 from stages.core.rows.canonical import CanonicalRow, open_rows
 from stages.core.text.messages import Dropped
 from stages.knobs.base import Source
-from stages.store.common.command import spelled_out
+from stages.store.common.command import progress, spelled_out
 from stages.store.sources.readers import read_rows
+from stages.store.sources.workers import in_order
 
 EMBEDDED = "task"
 
@@ -25,9 +29,9 @@ class Intake:
         self.dropped: Counter[str] = Counter()
         self.first: dict[str, int] = {}
 
-    def keep(self) -> None:
-        self.rows += 1
-        self.kept += 1
+    def keep(self, count: int = 1) -> None:
+        self.rows += count
+        self.kept += count
 
     def drop(self, row_number: int, reason: str) -> None:
         self.rows += 1
@@ -76,14 +80,56 @@ def open_source(
     return name, rows
 
 
-def batches(rows: Iterable, size: int = 1000) -> Iterator[list]:
+def batches(rows: Iterable, size: int = 256) -> Iterator[list]:
     """Rows in lists of up to `size`, read as they are needed."""
     rows = iter(rows)
     while batch := list(islice(rows, size)):
         yield batch
 
 
-def usable(batch: list, intake: Intake) -> tuple[list[int], list]:
+@dataclass
+class Part:
+    """What became of a batch of rows: columns of those kept, drops by row number, sums."""
+
+    columns: dict[str, list]
+    dropped: list[tuple[int, str]] = field(default_factory=list)
+    sums: Counter = field(default_factory=Counter)
+
+    def drop(self, row_number: int, reason: str) -> None:
+        self.dropped.append((row_number, reason))
+
+    def keep(self, **row) -> None:
+        for name, value in row.items():
+            self.columns[name].append(value)
+
+
+def tokenized(
+    rows: Iterable[tuple[int, CanonicalRow]],
+    encode: Callable[[list, Part], None],
+    schema: pa.Schema,
+    intake: Intake,
+    sums: Counter,
+) -> Iterator[pa.RecordBatch]:
+    """Numbered canonical rows -> tables of a schema, by all cores; counted in `intake` and `sums`.
+
+    `encode(rows, part)` takes up to 256 rows and says to `part` what becomes of each.
+    """
+    work = partial(_encoded, encode, schema)
+    for batch, dropped, more in in_order(work, batches(progress(rows, "tokenize"))):
+        intake.keep(batch.num_rows)
+        for row_number, reason in dropped:
+            intake.drop(row_number, reason)
+        sums.update(more)
+        yield batch
+
+
+def _encoded(encode: Callable, schema: pa.Schema, rows: list):
+    part = Part({name: [] for name in schema.names})
+    encode(rows, part)
+    return pa.RecordBatch.from_pydict(part.columns, schema=schema), part.dropped, part.sums
+
+
+def usable(batch: list, intake: Intake | Part) -> tuple[list[int], list]:
     """(row number, row or Dropped) pairs -> numbers and rows of the usable; the rest is counted."""
     numbers, rows = [], []
     for number, row in batch:
