@@ -1,7 +1,8 @@
 """Stages `evaluate@k` and `evaluate_sft`: answers of a policy to held-out prompts.
 
 Reads   a policy folder, held-out prompts (the task's, or what evaluate.dataset names)
-Knobs   evaluate, max_new_tokens, verifier, seed, device, precision, threads, attention
+Knobs   evaluate, max_new_tokens, verifier, seed, device, precision, threads, attention,
+        trust_remote_code
 Writes  the answers, one greedy and some sampled a prompt (store/tables.py: EVALUATIONS), figures
 
 Every policy is asked with the same random draws: what differs between two rounds is the policy.
@@ -37,11 +38,12 @@ from stages.store.tables import EVALUATIONS, write_table
 def evaluate(policy: Path, task: Path, source: Path, out: Path, figures: Path) -> None:
     """Answer held-out prompts and check the answers."""
     knobs = params.load(Knobs)
+    trust = knobs.model.trust_remote_code
     sys.path.insert(0, str(source))
     verify = find_verifier(knobs.verifier, knobs.verifier_pattern)
     accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
-    tokenizer = load_tokenizer(policy)
-    model = load_policy(policy, knobs.attention, accelerator.device)
+    tokenizer = load_tokenizer(policy, trust)
+    model = load_policy(policy, knobs.attention, accelerator.device, trust)
     limit = context_limit(model, knobs.max_new_tokens)
     prompts, intake = load_prompts(knobs.evaluate, task, tokenizer, limit, knobs.seed)
     tally = {"greedy": Answers(), "sampled": Answers()}

@@ -2,7 +2,8 @@
 
 Reads   data/buffers/round-k.parquet, the policy folder that the round starts from, models/rm (for a
         new critic)
-Knobs   loss and all that belongs to it, seed, nonfinite, device, precision, threads, attention
+Knobs   loss and all that belongs to it, seed, nonfinite, device, precision, threads, attention,
+        trust_remote_code
 Writes  models/policy/k (with trainer/: optimizer, critic, counters), data/updates/round-k.parquet
         (what the update did to each completion), a curve by step, figures
 
@@ -120,7 +121,14 @@ def optimize(
         prompt_cursor=read_provenance(buffer)["prompt_cursor"],
         rounds=[*learner.state.rounds, round_number],
     )
-    save_policy(out, learner.policy, load_tokenizer(start), state, learner.pairs(), learner.critic)
+    save_policy(
+        out,
+        learner.policy,
+        load_tokenizer(start, knobs.model.trust_remote_code),
+        state,
+        learner.pairs(),
+        learner.critic,
+    )
     write_json(figures, found)
     say(found, round=round_number, objective=knobs.loss)
 
@@ -181,15 +189,15 @@ class Learner:
 
 def load_learner(start: Path, reward_model: Path, knobs: Knobs, settings, device) -> Learner:
     """Policy, critic where the objective needs one, optimizers as the last round left them."""
-    state = load_trainer(start)
-    models = {"policy": load_policy(start, knobs.attention, device), "critic": None}
+    state, trust = load_trainer(start), knobs.model.trust_remote_code
+    models = {"policy": load_policy(start, knobs.attention, device, trust), "critic": None}
     if settings.objective.critic:
         if state.critic is not None:
-            models["critic"] = load_scorer(state.critic, knobs.attention, device)
+            models["critic"] = load_scorer(state.critic, knobs.attention, device, trust)
         elif knobs.critic == "reward_model":
-            models["critic"] = load_scorer(reward_model, knobs.attention, device)
+            models["critic"] = load_scorer(reward_model, knobs.attention, device, trust)
         else:
-            models["critic"] = new_scorer(start, knobs.attention, device, zero_head=True)
+            models["critic"] = new_scorer(start, knobs.attention, device, trust, zero_head=True)
     optimizers = {}
     for name, model in models.items():
         if model is not None:

@@ -71,7 +71,10 @@ def fetch(knobs: Knobs, folder: Path):
             " change: put it there, or run `dvc repro --force prepare_model` after a change"
         )
     model, tokenizer = load_foreign(
-        knobs.model.source, knobs.model.revision, knobs.model.trust_remote_code
+        knobs.model.source,
+        knobs.model.revision,
+        knobs.model.trust_remote_code,
+        knobs.model.ignore_pickles,
     )
     return model.to(torch.float32), tokenizer
 

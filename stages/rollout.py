@@ -1,7 +1,8 @@
 """Stage `rollout`: sample completions from the policy that a round starts with.
 
 Reads   prompts (the task's, or what prompts.dataset names), the policy folder
-Knobs   sampling, prompts, the reward rules, seed, device, precision, threads, attention
+Knobs   sampling, prompts, the reward rules, seed, device, precision, threads, attention,
+        trust_remote_code
 Writes  data/rollouts/round-k.parquet, one row per completion (store/tables.py: ROLLOUTS), figures
 
 Reference log-probs, model rewards and advantages come later: a new reward model or clip must not
@@ -40,11 +41,12 @@ def rollout(
 ) -> None:
     """Sample one round of completions."""
     knobs = params.load(Knobs)
+    trust = knobs.model.trust_remote_code
     sys.path.insert(0, str(source))
     rules = make_rules(knobs)
     accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
-    tokenizer = load_tokenizer(policy)
-    model = load_policy(policy, knobs.attention, accelerator.device)
+    tokenizer = load_tokenizer(policy, trust)
+    model = load_policy(policy, knobs.attention, accelerator.device, trust)
     limit = min(knobs.prompts.max_length, context_limit(model, knobs.max_new_tokens))
     prompts, intake = load_prompts(knobs.prompts, task, tokenizer, limit, knobs.seed)
     engine = make_engine(model, tokenizer, rules, knobs)

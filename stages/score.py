@@ -3,7 +3,7 @@
 Reads   data/rollouts/round-k.parquet, models/rm, models/sft (the reference), the policy folder (its
         critic)
 Knobs   rewards, beta (0: no reference), critic, temperature, score_batch_size, device, precision,
-        threads, attention
+        threads, attention, trust_remote_code
 Writes  data/buffers/round-k.parquet (store/tables.py: BUFFERS), figures
 
 One model is in memory at a time. What depends on the objective is left to `optimize`: advantages,
@@ -45,6 +45,7 @@ def score(
 ) -> None:
     """Score one round of completions."""
     knobs = params.load(Knobs)
+    trust = knobs.model.trust_remote_code
     provenance = read_rollout_provenance(rollouts)
     with open_table(rollouts, ROLLOUTS) as file:
         total = file.metadata.num_rows
@@ -65,7 +66,7 @@ def score(
     shared = knobs.critic == "reward_model" and critic_path is None
     scores = values = log_probs = None
     if knobs.rewards.reward_model is not None or shared:
-        model = load_scorer(reward_model, knobs.attention, accelerator.device)
+        model = load_scorer(reward_model, knobs.attention, accelerator.device, trust)
         both = each_batch(
             "reward model",
             model,
@@ -76,13 +77,13 @@ def score(
         values = [pair[1] for pair in both] if shared else None
         del model
     if knobs.beta > 0:
-        model = load_policy(reference, knobs.attention, accelerator.device)
+        model = load_policy(reference, knobs.attention, accelerator.device, trust)
         log_probs = each_batch(
             "reference", model, lambda m, rows: reference_log_probs(m, rows, knobs.temperature)
         )
         del model
     if knobs.critic is not None and critic_path is not None:
-        model = load_scorer(critic_path, knobs.attention, accelerator.device)
+        model = load_scorer(critic_path, knobs.attention, accelerator.device, trust)
         values = each_batch("critic", model, lambda m, rows: scores_and_values(m, rows)[1])
         del model
     elif knobs.critic == "policy":

@@ -1,7 +1,7 @@
 """Stage `tokenize_preferences`: from preference rows to pairs of ids.
 
 Reads   preference rows (the task's, or what preferences.dataset names), models/base's tokenizer
-Knobs   preferences (source, max_length), seed (which rows max_samples keeps)
+Knobs   preferences (source, max_length), seed (which rows max_samples keeps), trust_remote_code
 Writes  data/preferences/pairs.parquet (store/tables.py: PAIRS), figures of rows kept and dropped
 
 The split is left to `split_preferences`: another share must not tokenize again.
@@ -33,7 +33,7 @@ from stages.store.tables import PAIRS, write_batches
 def tokenize_preferences(task: Path, base: Path, out: Path, figures: Path) -> None:
     """Tokenize preference pairs."""
     knobs = params.load(Knobs)
-    tokenizer = load_tokenizer(base)
+    tokenizer = load_tokenizer(base, knobs.model.trust_remote_code)
     name, rows = open_source("preferences", knobs.preferences, task, knobs.seed)
     intake, sums = Intake(name), Counter(truncated=0, masked_by_offsets=0)
     encoding = partial(encode, tokenizer, knobs.preferences.max_length)

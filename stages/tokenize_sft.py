@@ -1,7 +1,8 @@
 """Stage `tokenize_sft`: from SFT rows to ids and labels.
 
 Reads   SFT rows (the task's, or what sft.dataset names), the tokenizer of models/base
-Knobs   sft (source, max_length, train_on), seed (which rows max_samples keeps)
+Knobs   sft (source, max_length, train_on), seed (which rows max_samples keeps),
+        trust_remote_code
 Writes  data/sft.parquet (store/tables.py: SFT), figures of rows kept and dropped
 
 Batching and shuffling are left to `train_sft`: another batch size must not tokenize again.
@@ -35,7 +36,7 @@ SUMS = ("tokens", "trained_tokens", "truncated", "masked_by_offsets")
 def tokenize_sft(task: Path, base: Path, out: Path, figures: Path) -> None:
     """Tokenize SFT rows."""
     knobs = params.load(Knobs)
-    tokenizer = load_tokenizer(base)
+    tokenizer = load_tokenizer(base, knobs.model.trust_remote_code)
     name, rows = open_source("sft", knobs.sft, task, knobs.seed)
     intake, sums = Intake(name), Counter(dict.fromkeys(SUMS, 0))
     encoded = tokenized(rows, partial(encode, tokenizer, knobs.sft), SFT, intake, sums)

@@ -1,7 +1,7 @@
 """Stage `train_rm`: a Bradley-Terry reward model on the SFT model's weights.
 
 Reads   data/preferences/{train,validation}.parquet, models/sft
-Knobs   rm, seed, nonfinite, device, precision, threads, attention
+Knobs   rm, seed, nonfinite, device, precision, threads, attention, trust_remote_code
 Writes  models/rm (a sequence classifier with one label), a curve by step, figures on the validation
         pairs
 
@@ -50,17 +50,18 @@ def train_rm(
 ) -> None:
     """Train the reward model and validate it on held-out prompts."""
     knobs = params.load(Knobs)
+    trust = knobs.model.trust_remote_code
     with random_access(train_path, PAIRS) as rows, random_access(validation, PAIRS) as held_out:
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         seed_everything(knobs.seed, "train_rm", "head")
-        scorer = new_scorer(sft, knobs.attention, accelerator.device)
+        scorer = new_scorer(sft, knobs.attention, accelerator.device, trust)
         with tracking("train_rm", knobs.model_dump(), curve) as log:
             steps = train(accelerator, scorer, rows, knobs, log)
         check_weights(scorer, "models/rm")
         with accelerator.autocast():
             found = validate(scorer, held_out, knobs.rm)
     with replacing(out, folder=True) as folder:
-        save_model(folder, scorer, load_tokenizer(sft))
+        save_model(folder, scorer, load_tokenizer(sft, trust))
     found |= {"steps": len(steps), "skipped": sum(step["skipped"] for step in steps)}
     write_json(figures, found)
     say(found)

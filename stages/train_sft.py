@@ -1,7 +1,7 @@
 """Stage `train_sft`: supervised fine-tuning of the base model.
 
 Reads   data/sft.parquet, models/base
-Knobs   sft (training), seed, nonfinite, device, precision, threads, attention
+Knobs   sft (training), seed, nonfinite, device, precision, threads, attention, trust_remote_code
 Writes  models/sft, a curve of loss and learning rate by step, figures
 
 Masks and truncation were settled by `tokenize_sft`: a label of -100 is read and not learned.
@@ -37,14 +37,15 @@ from stages.store.tracking import tracking
 def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> None:
     """Fine-tune the base model on labelled tokens."""
     knobs = params.load(Knobs)
+    trust = knobs.model.trust_remote_code
     with random_access(data, SFT) as rows:
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
-        policy = load_policy(base, knobs.attention, accelerator.device)
+        policy = load_policy(base, knobs.attention, accelerator.device, trust)
         with tracking("train_sft", knobs.model_dump(), curve) as log:
             steps = train(accelerator, policy, rows, knobs, log)
         check_weights(policy, "models/sft")
     with replacing(out, folder=True) as folder:
-        save_model(folder, policy, load_tokenizer(base))
+        save_model(folder, policy, load_tokenizer(base, trust))
     found = summary(steps)
     write_json(figures, found)
     say(found)

@@ -136,6 +136,12 @@ class Source(Section):
     columns: Columns
 
 
+class Trust(Section):
+    """Read wherever a model or a tokenizer loads."""
+
+    trust_remote_code: flag("Run Python code that a model folder brings along.")
+
+
 class Compute(Section):
     """How models run; every stage that runs one reads these."""
 
@@ -143,6 +149,7 @@ class Compute(Section):
     precision: Precision
     threads: Threads
     attention: Attention
+    model: Trust
 
 
 class Training(Section):

@@ -1,16 +1,18 @@
 """Knobs of `prepare_model`."""
 
-from stages.knobs.base import Revision, Section, Seed, flag, number, text, whole
+from stages.knobs.base import Revision, Section, Seed, Trust, flag, number, text, whole
 
 
-class Model(Section):
+class Model(Trust):
     source: text(
         "tiny (random weights, below), a hub id, a local folder or a GGUF file; DVC sees those"
         " under models/source change.",
         min_length=1,
     )
     revision: Revision
-    trust_remote_code: flag("Run Python code that a model folder brings along.")
+    ignore_pickles: flag(
+        "Accept a model folder that also holds pickled files. They are never read."
+    )
     hidden_size: whole("tiny: width of the residual stream.", ge=2)
     intermediate_size: whole("tiny: width of the feed-forward layers.", ge=1)
     layers: whole("tiny: number of layers.", ge=1)

@@ -1,6 +1,6 @@
 """Knobs of `tokenize_preferences`."""
 
-from stages.knobs.base import Section, Seed, Source, row_format, whole
+from stages.knobs.base import Section, Seed, Source, Trust, row_format, whole
 
 
 class Preferences(Source):
@@ -12,4 +12,5 @@ class Preferences(Source):
 
 class Knobs(Section):
     seed: Seed
+    model: Trust
     preferences: Preferences

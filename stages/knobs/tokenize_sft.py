@@ -1,6 +1,6 @@
 """Knobs of `tokenize_sft`."""
 
-from stages.knobs.base import Section, Seed, Source, choice, row_format, whole
+from stages.knobs.base import Section, Seed, Source, Trust, choice, row_format, whole
 
 
 class Sft(Source):
@@ -19,4 +19,5 @@ class Sft(Source):
 
 class Knobs(Section):
     seed: Seed
+    model: Trust
     sft: Sft

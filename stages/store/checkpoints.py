@@ -2,11 +2,13 @@
 Nothing here unpickles. A folder is written whole or not at all.
 """
 
+import shutil
 from collections.abc import Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -24,34 +26,35 @@ from stages.core.errors import InputError
 from stages.core.models.forward import check_head
 from stages.store.common.files import replacing
 from stages.store.common.metrics import read_json, write_json
+from stages.store.trust import PICKLES, check_code, check_own, check_pickles, files_of
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
 def check_folder(folder: Path) -> None:
-    """Raise InputError unless the folder holds a config and safetensors weights, and no pickle."""
+    """Raise InputError unless the folder holds a config and safetensors weights."""
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder}: no config.json; expected a Hugging Face model folder")
     weights = ("model.safetensors", "model.safetensors.index.json")
     if not any((folder / name).is_file() for name in weights):
-        found = [p.name for pattern in PICKLES for p in folder.glob(pattern)]
-        also = f" (found {', '.join(sorted(found))}, and pickles are never read)" if found else ""
+        found = files_of(folder, *PICKLES)
+        also = f" (found {found}, and pickles are never read)" if found else ""
         raise InputError(f"{folder}: no model.safetensors{also}; expected safetensors weights")
 
 
-def load_policy(folder: Path, attention: str, device: torch.device) -> PreTrainedModel:
-    """A causal language model in float32 and evaluation mode."""
-    check_folder(folder)
-    config = _config(folder)
+def load_policy(
+    folder: Path, attention: str, device: torch.device, trust: bool = False
+) -> PreTrainedModel:
+    """A causal language model in float32 and evaluation mode; its own code needs `trust`."""
+    config = _config(folder, trust)
     if not any("CausalLM" in name or "LMHead" in name for name in config.architectures or []):
         raise InputError(
             f"{folder}: architecture {config.architectures}, expected a causal language model"
         )
-    policy = _load(AutoModelForCausalLM, folder, attention, device)
+    policy = _load(AutoModelForCausalLM, folder, attention, device, trust)
     try:
         check_head(policy)
     except ValueError as error:
@@ -59,7 +62,7 @@ def load_policy(folder: Path, attention: str, device: torch.device) -> PreTraine
     return policy
 
 
-def load_foreign(source: str, revision: str | None, trust_remote_code: bool):
+def load_foreign(source: str, revision: str | None, trust: bool, ignore_pickles: bool = False):
     """Model (float32) and tokenizer from a hub id, a local folder or a GGUF file."""
     path, options, weights = Path(source), {}, {"use_safetensors": True}
     if path.suffix == ".gguf":
@@ -70,15 +73,22 @@ def load_foreign(source: str, revision: str | None, trust_remote_code: bool):
         source = str(path.parent)
     elif path.is_dir():
         check_folder(path)
-    options |= {"revision": revision, "trust_remote_code": trust_remote_code}
+        if not ignore_pickles:
+            check_pickles(path, "model.ignore_pickles: true would accept the folder all the same")
+        check_code(path, trust)
+    options |= {"revision": revision, "trust_remote_code": trust}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=torch.float32, **weights, **options
         )
+        if trust and not Path(source).exists():
+            model.config.name_or_path = snapshot_download(
+                source, revision=revision, allow_patterns="*.py"
+            )
     except (OSError, ValueError, ImportError) as error:
         hint = ""
-        if not trust_remote_code and "trust_remote_code" in str(error):
+        if not trust and "trust_remote_code" in str(error):
             hint = "model.trust_remote_code: true would run the code that it brings along. "
         raise InputError(
             f"params.yaml: model.source: cannot load {source!r}: {hint}{error}"
@@ -86,19 +96,20 @@ def load_foreign(source: str, revision: str | None, trust_remote_code: bool):
     return model, tokenizer
 
 
-def _config(folder: Path):
-    """The config of a stage's model folder, none of whose own code is ever run."""
+def _config(folder: Path, trust: bool):
+    """The config of a stage's model folder, once the folder was checked."""
+    check_folder(folder)
+    check_own(folder, trust)
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust)
     except ValueError as error:
         line = str(error).strip().splitlines()[0]
-        raise InputError(
-            f"{folder}: {line} Only prepare_model runs such code (model.trust_remote_code);"
-            " expected an architecture of transformers"
-        ) from error
+        raise InputError(f"{folder}: {line}") from error
 
 
-def load_scorer(folder: Path, attention: str, device: torch.device) -> PreTrainedModel:
+def load_scorer(
+    folder: Path, attention: str, device: torch.device, trust: bool = False
+) -> PreTrainedModel:
     """A reward model or critic, with its one-value head `score`, in float32 and evaluation mode.
 
     A folder without that head (a plain language model) is refused: its head would be random.
@@ -112,22 +123,26 @@ def load_scorer(folder: Path, attention: str, device: torch.device) -> PreTraine
     ]
     if not with_head:
         raise InputError(f"{folder}: no weight 'score.weight'; expected a reward model or critic")
-    scorer = _load(AutoModelForSequenceClassification, folder, attention, device)
+    scorer = _load(AutoModelForSequenceClassification, folder, attention, device, trust)
     if scorer.config.num_labels != 1:
         raise InputError(f"{folder}: {scorer.config.num_labels} labels, expected one score")
     return scorer
 
 
 def new_scorer(
-    folder: Path, attention: str, device: torch.device, zero_head: bool = False
+    folder: Path,
+    attention: str,
+    device: torch.device,
+    trust: bool = False,
+    zero_head: bool = False,
 ) -> PreTrainedModel:
     """A scorer on a language model's weights, with a new head: from the global generator, or 0."""
-    check_folder(folder)
     scorer = _load(
         AutoModelForSequenceClassification,
         folder,
         attention,
         device,
+        trust,
         {"score.weight"},
         num_labels=1,
     )
@@ -148,10 +163,16 @@ def _names(file: Path) -> list[str]:
 
 
 def _load(
-    auto, folder: Path, attention: str, device, new: Set[str] = frozenset(), **config
+    auto,
+    folder: Path,
+    attention: str,
+    device: torch.device,
+    trust: bool,
+    new: Set[str] = frozenset(),
+    **config,
 ) -> PreTrainedModel:
     """A model in float32 and evaluation mode, all of whose weights but `new` lie in the folder."""
-    _config(folder)
+    architecture = _config(folder, trust).architectures
     try:
         model, found = auto.from_pretrained(
             folder,
@@ -159,8 +180,16 @@ def _load(
             attn_implementation=attention,
             use_safetensors=True,
             output_loading_info=True,
+            trust_remote_code=trust,
             **config,
         )
+    except ValueError as error:
+        if f"for this kind of AutoModel: {auto.__name__}." not in str(error):
+            raise
+        raise InputError(
+            f"{folder}: architecture {architecture} has no class for {auto.__name__}: expected one"
+            " in transformers, or in auto_map of config.json"
+        ) from error
     except (SafetensorError, RuntimeError) as error:
         raise InputError(f"{folder}: the weights do not fit the config: {error}") from error
     if missing := sorted(set(found["missing_keys"]) - new):
@@ -177,7 +206,10 @@ def _load(
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
-    """Write model and tokenizer into an existing folder, as `from_pretrained` reads them."""
+    """Write model and tokenizer into an existing folder, as `from_pretrained` reads them.
+
+    Code that the model came with goes along.
+    """
     if model.get_input_embeddings().num_embeddings < len(tokenizer):
         raise InputError(
             f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model embeds only"
@@ -188,6 +220,10 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if getattr(model.config, "auto_map", None) and model.config.name_or_path:
+        # transformers keeps the code of this class alone; another stage may load another class.
+        for file in Path(model.config.name_or_path).glob("*.py"):
+            shutil.copyfile(file, folder / file.name)
 
 
 @dataclass

@@ -302,6 +302,7 @@ def test_six_steps_in_one_go_are_two_and_two_and_two_through_saved_state(loss, k
     sft = make(**options)
     values = YAML(typ="safe").load(PARAMS) | KNOBS | {"loss": loss, "num_rollouts": 5}
     knobs = {key: value for key, value in values.items() if key in OptimizeKnobs.model_fields}
+    knobs["model"] = {"trust_remote_code": False}
     chosen = make_settings(OptimizeKnobs(**knobs), 1)
     chosen = replace(chosen, train_batch_size=2, batch_acc=3)
     rows = []

@@ -34,6 +34,7 @@ from stages.store import tables
 from stages.store.checkpoints import load_scorer
 from stages.store.common import command, params
 from stages.store.tracking import VARIABLE
+from tests.own_code import bring_code
 from tests.tiny import ROOT, SMALL, command_line, small_params, write
 
 ORDER = [
@@ -800,7 +801,68 @@ def test_a_model_folder_of_pickles_is_refused(copy):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     message = refuse(copy, "rollout@1")
-    assert "models/sft: no model.safetensors (found pytorch_model.bin, and pickles" in message
+    assert "models/sft: found pytorch_model.bin, and pickles are never read" in message
+
+
+MODELS_READ = {
+    "tokenize_sft": "models/base",
+    "train_sft": "models/base",
+    "tokenize_preferences": "models/base",
+    "train_rm": "models/sft",
+    "evaluate_sft": "models/sft",
+    "rollout@1": "models/sft",
+    "score@1": "models/rm",
+    "score@2": "models/sft",
+    "optimize@1": "models/sft",
+}
+
+
+@pytest.mark.parametrize("stage", MODELS_READ)
+def test_pickles_and_code_in_the_folder_of_a_stage_are_refused(copy, stage):
+    folder = copy / MODELS_READ[stage]
+    (folder / "optimizer.pt").write_bytes(b"\x80\x04.")
+    message = refuse(copy, stage)
+    assert f"{MODELS_READ[stage]}: found optimizer.pt, and pickles are never read" in message
+    (folder / "optimizer.pt").unlink()
+    bring_code(folder, copy / "ran")
+    message = refuse(copy, stage)
+    assert f"{MODELS_READ[stage]}: found modeling_odd.py, scoring_odd.py: code" in message
+    assert "model.trust_remote_code: true would run the code" in message
+    assert not (copy / "ran").exists()
+
+
+def test_a_brought_model_with_pickles_is_refused_or_taken_as_the_knob_says(copy):
+    source, options = copy / "models" / "source" / "mine", {"--out": "models/again"}
+    shutil.copytree(copy / "models" / "sft", source)
+    (source / "training_args.bin").write_bytes(b"\x80\x04.")
+    knobs = {"model__source": "models/source/mine"}
+    message = refuse(copy, "prepare_model", options, **knobs)
+    assert "models/source/mine: found training_args.bin, and pickles are never read" in message
+    assert "model.ignore_pickles: true would accept the folder" in message
+    assert not (copy / "models" / "again").exists()
+    succeed(copy, "prepare_model", options, **knobs, model__ignore_pickles=True)
+    assert not (copy / "models" / "again" / "training_args.bin").exists()
+
+
+@pytest.mark.usefixtures("modules_cache")
+@pytest.mark.parametrize("critic", ["policy", "reward_model"])
+def test_an_architecture_of_ones_own_goes_through_every_stage(copy, critic):
+    source, marker = copy / "models" / "source" / "odd", copy / "ran"
+    shutil.copytree(copy / "models" / "base", source)
+    bring_code(source, marker)
+    knobs = {"model__source": "models/source/odd", "loss": "ppo", "critic": critic}
+    assert "model.trust_remote_code: true" in refuse(copy, "prepare_model", **knobs)
+    assert not marker.exists()
+    for stage in ORDER[1:]:
+        succeed(copy, stage, **knobs, model__trust_remote_code=True)
+    for folder in ("base", "sft", "rm", "policy/2", "policy/2/trainer/critic"):
+        config = json.loads((copy / "models" / folder / "config.json").read_text())
+        scores = folder in ("rm", "policy/2/trainer/critic")
+        kind = "SequenceClassification" if scores else "CausalLM"
+        assert config["architectures"] == [f"OddFor{kind}"]
+        for name in ("modeling_odd.py", "scoring_odd.py"):
+            code = (copy / "models" / folder / name).read_bytes()
+            assert code == (source / name).read_bytes()
 
 
 def test_an_unknown_task_or_option_of_it_is_named(tmp_path):

@@ -23,6 +23,7 @@ from stages.store.checkpoints import (
 )
 from stages.store.common.files import replacing
 from stages.store.sources.tokenizers import load_tokenizer
+from tests.conftest import forget_code
 from tests.models import (
     POLICIES,
     SCORERS,
@@ -34,10 +35,16 @@ from tests.models import (
     same_weights,
     weights_of,
 )
+from tests.own_code import bring_code
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([[3, 9, 27, 1, 250]])
 SIZE = len(byte_tokenizer())
+LOADERS = (
+    lambda folder, trust: load_policy(folder, "sdpa", CPU, trust),
+    lambda folder, trust: new_scorer(folder, "sdpa", CPU, trust),
+    load_tokenizer,
+)
 each_model = pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
 each_scorer = pytest.mark.parametrize("make", SCORERS.values(), ids=SCORERS)
 each_pad = pytest.mark.parametrize("pad_is_eos", [False, True], ids=["own pad", "pad is EOS"])
@@ -47,6 +54,10 @@ def saved(folder, model, tokenizer=None):
     with replacing(folder, folder=True) as temporary:
         save_model(temporary, model, tokenizer or byte_tokenizer())
     return folder
+
+
+def load_own(folder, trust):
+    return load_foreign(str(folder), None, trust)
 
 
 @torch.no_grad()
@@ -138,8 +149,9 @@ def test_a_folder_with_pickled_weights_only_is_refused_and_not_read(tmp_path):
     for load in (load_policy, load_scorer, new_scorer):
         with pytest.raises(InputError, match="pytorch_model.bin, and pickles are never read"):
             load(folder, "sdpa", CPU)
-    with pytest.raises(InputError, match="pickles are never read"):
-        load_foreign(str(folder), None, False)
+    for ignore in (False, True):
+        with pytest.raises(InputError, match="pickles are never read.; expected safetensors"):
+            load_foreign(str(folder), None, False, ignore_pickles=ignore)
 
 
 class Bomb:
@@ -152,32 +164,98 @@ class Bomb:
         return open, (str(self.path), "w")
 
 
-def test_a_pickle_beside_the_weights_is_not_read(tmp_path):
+@pytest.mark.parametrize("name", ["training_args.bin", "checkpoint-5/optimizer.pt", "odd.PKL"])
+def test_a_pickle_beside_the_weights_is_refused_or_left_unread(name, tmp_path):
     folder = saved(tmp_path / "policy", llama(vocabulary=SIZE))
-    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "tokenizer.pkl"):
-        (folder / name).write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
-    load_policy(folder, "sdpa", CPU)
-    load_foreign(str(folder), None, False)
-    new_scorer(folder, "sdpa", CPU)
-    load_tokenizer(folder)
+    pickled = folder / name
+    pickled.parent.mkdir(exist_ok=True)
+    pickled.write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    found = f"policy: found {name}, and pickles are never read; "
+    with pytest.raises(InputError, match=found + "model.ignore_pickles: true would accept"):
+        load_foreign(str(folder), None, False)
+    for load in LOADERS:
+        with pytest.raises(InputError, match=found + "a model from elsewhere comes in through"):
+            load(folder, False)
+    load_foreign(str(folder), None, False, ignore_pickles=True)
     assert not (tmp_path / "exploded").exists()
-    pickle.loads((folder / "optimizer.pt").read_bytes())
+    pickle.loads(pickled.read_bytes())
     assert (tmp_path / "exploded").exists()
 
 
-def test_code_of_a_model_folder_is_refused_with_the_knob_that_would_run_it(tmp_path, monkeypatch):
+def test_the_name_of_a_pickle_forges_no_line(tmp_path):
+    folder = saved(tmp_path / "policy", llama(vocabulary=SIZE))
+    (folder / "a\nb.pt").touch()
+    with pytest.raises(InputError, match=r"found a\\nb\.pt, and pickles"):
+        load_tokenizer(folder)
+
+
+def test_of_many_pickles_six_are_named(tmp_path):
+    folder = saved(tmp_path / "policy", llama(vocabulary=SIZE))
+    for number in range(8):
+        (folder / f"{number}.ckpt").touch()
+    with pytest.raises(InputError, match="found 0.ckpt, .*, 5.ckpt and 2 more, and pickles"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.usefixtures("modules_cache")
+def test_code_of_a_model_folder_is_refused_or_run_as_the_knob_says(tmp_path):
+    folder, marker = saved(tmp_path / "odd", llama(vocabulary=SIZE)), tmp_path / "ran"
+    bring_code(folder, marker)
+    refusal = "found modeling_odd.py, scoring_odd.py: .* model.trust_remote_code: true would run"
+    for load in (load_own, *LOADERS):
+        with pytest.raises(InputError, match=refusal):
+            load(folder, False)
+    assert not marker.exists()
+    load_own(folder, True)
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_code_that_a_folder_names_without_holding_it_is_refused(name, tmp_path):
     folder = saved(tmp_path / "odd", llama(vocabulary=SIZE))
+    named = {"auto_map": {"AutoConfig": "someone/odd--modeling_odd.OddConfig"}}
+    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | named))
+    for load in (load_own, *LOADERS):
+        with pytest.raises(InputError, match=f"auto_map in {name}: .*model.trust_remote_code"):
+            load(folder, False)
+
+
+def test_trusted_code_goes_along_from_folder_to_folder(tmp_path, modules_cache):
+    source = bring_code(saved(tmp_path / "odd", llama(vocabulary=SIZE)), tmp_path / "ran")
+    base = saved(tmp_path / "base", *load_own(source, True))
+    policy, tokenizer = load_policy(base, "sdpa", CPU, True), load_tokenizer(base, True)
+    assert type(policy).__name__ == "OddForCausalLM"
+    sft = saved(tmp_path / "sft", policy, tokenizer)
+    rm = saved(tmp_path / "rm", new_scorer(sft, "sdpa", CPU, True), tokenizer)
+    assert type(load_scorer(rm, "sdpa", CPU, True)).__name__ == "OddForSequenceClassification"
+    for folder in (base, sft, rm):
+        for name in ("modeling_odd.py", "scoring_odd.py"):
+            assert (folder / name).read_bytes() == (source / name).read_bytes()
+    plain = AutoModelForCausalLM.from_pretrained(sft, trust_remote_code=True)
+    assert torch.equal(logits_of(plain.eval()), logits_of(policy))
+
+
+def test_the_code_that_runs_is_the_folders_whatever_lies_in_the_cache(tmp_path, modules_cache):
+    folder = bring_code(saved(tmp_path / "odd", llama(vocabulary=SIZE)), tmp_path / "ran")
+    before = logits_of(load_policy(folder, "sdpa", CPU, True))
+    for file in modules_cache.rglob("modeling_odd.py"):
+        file.write_text(file.read_text().replace("SCALE = 1.0", "SCALE = 3.0"))
+    forget_code()
+    assert torch.equal(logits_of(load_policy(folder, "sdpa", CPU, True)), before)
+    code = folder / "modeling_odd.py"
+    code.write_text(code.read_text().replace("SCALE = 1.0", "SCALE = 2.0"))
+    assert torch.equal(logits_of(load_policy(folder, "sdpa", CPU, True)), 2 * before)
+
+
+@pytest.mark.usefixtures("modules_cache")
+def test_code_without_a_sequence_classifier_gives_no_scorer(tmp_path):
+    folder = bring_code(saved(tmp_path / "odd", llama(vocabulary=SIZE)), tmp_path / "ran")
     config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "odd", "architectures": ["OddForCausalLM"]}
-    config["auto_map"] = {name: f"odd.{name}" for name in ("AutoConfig", "AutoModelForCausalLM")}
+    del config["auto_map"]["AutoModelForSequenceClassification"]
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "odd.py").write_text(f"open({str(tmp_path / 'exploded')!r}, 'w')\n")
-    with pytest.raises(InputError, match="model.trust_remote_code: true would run the code"):
-        load_foreign(str(folder), None, False)
-    for load in (load_policy, new_scorer):
-        with pytest.raises(InputError, match="Only prepare_model runs such code"):
-            load(folder, "sdpa", CPU)
-    assert not (tmp_path / "exploded").exists()
+    message = "'OddForCausalLM'. has no class for AutoModelForSequenceClassification: expected one"
+    with pytest.raises(InputError, match=message):
+        new_scorer(folder, "sdpa", CPU, True)
 
 
 def test_a_folder_that_holds_no_model_is_refused(tmp_path):

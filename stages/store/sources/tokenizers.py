@@ -5,10 +5,12 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from stages.core.errors import InputError
+from stages.store.trust import check_own
 
 
-def load_tokenizer(folder: Path):
-    """The tokenizer of a model folder that a stage wrote."""
+def load_tokenizer(folder: Path, trust: bool = False):
+    """The tokenizer of a model folder that a stage wrote; its own code runs only with `trust`."""
     if not (folder / "tokenizer_config.json").is_file():
         raise InputError(f"{folder}: no tokenizer_config.json; expected a model folder of a stage")
-    return AutoTokenizer.from_pretrained(folder)
+    check_own(folder, trust)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)

@@ -1,0 +1,22 @@
+"""Fixtures that several modules of tests share."""
+
+import sys
+
+import pytest
+from transformers import dynamic_module_utils
+
+
+@pytest.fixture
+def modules_cache(tmp_path, monkeypatch):
+    """An empty folder for transformers to keep the code of models in, and nothing imported yet."""
+    folder = tmp_path / "modules"
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(folder))
+    path = list(sys.path)
+    yield folder
+    sys.path[:] = path
+    forget_code()
+
+
+def forget_code() -> None:
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        del sys.modules[name]

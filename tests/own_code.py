@@ -1,0 +1,64 @@
+"""A tiny model folder with an architecture in Python files of its own: a Llama with a scaled norm.
+
+The sequence classifier stands in a second file, which the causal language model does not import.
+"""
+
+import json
+from pathlib import Path
+
+MODELING = """
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+SCALE = 1.0
+open({marker!r}, "a").close()
+
+
+class OddConfig(LlamaConfig):
+    model_type = "odd"
+
+
+class OddNorm(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return SCALE * super().forward(hidden_states)
+
+
+class OddForCausalLM(LlamaForCausalLM):
+    config_class = OddConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.norm = OddNorm(config.hidden_size, config.rms_norm_eps)
+"""
+SCORING = """
+from torch import nn
+from transformers import LlamaModel, LlamaPreTrainedModel
+
+from .modeling_odd import OddConfig, OddNorm
+
+
+class OddForSequenceClassification(LlamaPreTrainedModel):
+    config_class = OddConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = LlamaModel(config)
+        self.model.norm = OddNorm(config.hidden_size, config.rms_norm_eps)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+"""
+AUTO_MAP = {
+    "AutoConfig": "modeling_odd.OddConfig",
+    "AutoModelForCausalLM": "modeling_odd.OddForCausalLM",
+    "AutoModelForSequenceClassification": "scoring_odd.OddForSequenceClassification",
+}
+
+
+def bring_code(folder: Path, marker: Path) -> Path:
+    """Make a Llama's folder one of model type `odd`, whose code leaves `marker` behind when run."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "odd", "architectures": ["OddForCausalLM"], "auto_map": AUTO_MAP}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "modeling_odd.py").write_text(MODELING.format(marker=str(marker)))
+    (folder / "scoring_odd.py").write_text(SCORING)
+    return folder
