@@ -62,11 +62,11 @@ def show(path: Path, summary: bool | None, tokens: bool, colour: str, tokenizer,
         for name, value in models.describe(path).items():
             text.wrapped(out, text.Text(text.harmless(f"{name:<14}{value}")))
     elif path.suffix == ".json":
-        for line in json.dumps(read_json(path), indent=2, ensure_ascii=False).splitlines():
-            text.wrapped(out, text.Text(text.harmless(line)))
+        show_figures(out, read_json(path), chosen["full"])
     elif is_table(path):
-        table = Table(path)
-        table.where(conditions(chosen))
+        table = opened(path, chosen["round_number"])
+        known = chosen if table.path == path else chosen | {"round_number": None}
+        table.where(conditions(known))
         if tokens:
             return show_tokens(out, table, chosen, colour, tokenizer)
         if summary is None:
@@ -80,6 +80,21 @@ def show(path: Path, summary: bool | None, tokens: bool, colour: str, tokenizer,
             f"{path}: expected a .parquet, .csv, .jsonl or .json file, a model folder or a folder"
             f" of Parquet tables{found}"
         )
+
+
+def show_figures(out, figures: object, full: bool) -> None:
+    """Figures as JSON; a list of rows with the same keys, such as plots/rounds.json, as a table."""
+    rows = figures if isinstance(figures, list) else []
+    if rows and all(isinstance(row, dict) and row.keys() == rows[0].keys() for row in rows):
+        return text.print_rows(out, text.shown(rows, full))
+    for line in json.dumps(figures, indent=2, ensure_ascii=False).splitlines():
+        text.wrapped(out, text.Text(text.harmless(line)))
+
+
+def opened(path: Path, number: int | None) -> Table:
+    """The table at `path`; where rows know no round (evaluations), that round's file in it."""
+    table, file = Table(path), path / f"round-{number}.parquet"
+    return table if "round" in table.schema.names or not file.is_file() else Table(file)
 
 
 def conditions(chosen: dict) -> list[Condition]:
@@ -156,7 +171,8 @@ def show_tokens(out, table: Table, chosen: dict, colour: str, tokenizer: Path | 
     pieces = Pieces(tokenizer or tokenizer_folder(table))
     texts = [[text.harmless(piece) for piece in pieces.of(part.ids)] for part in parts]
     head = {name: text.cell(x) for name, x in row.items() if not isinstance(x, list | str)}
-    text.print_record(out, {"first of": f"{table.count():,} rows"} | head)
+    file = {"file": row["file"]} if "file" in row else {}
+    text.print_record(out, {"first of": f"{table.count():,} rows"} | file | head)
     out.print()
     text.print_spans(out, parts, texts, colour)
     for part, texts_of_part in zip(parts, texts, strict=True):

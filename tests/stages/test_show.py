@@ -110,8 +110,18 @@ def test_tokens_of_one_row_are_told_apart_and_explained(root):
 @pytest.mark.parametrize("folder", ["buffers", "updates", "rollouts"])
 def test_every_table_of_a_round_knows_its_tokens(root, folder):
     lines = seen(root / "data" / folder, "--round", 2, "--tokens", "--where", "group == 0")
-    assert lines[0].startswith("first of 2 rows")
+    assert lines[0].startswith("first of 2 rows   file round-2")
     assert "completion yz<|im_end|>" in lines
+
+
+def test_a_round_of_rows_that_do_not_name_it_is_that_of_their_file(root):
+    lines = seen(root / "data/evaluations", "--round", 2, "--columns", "completion,greedy")
+    assert lines == [
+        f"{root}/data/evaluations/round-2.parquet: 3 rows",
+        "completion  greedy",
+        *["bz            true", "bb           false", "ba            true"],
+    ]
+    assert "no column 'round'" in refused(root / "data/evaluations", "--round", 9)
 
 
 def test_on_a_terminal_each_token_has_its_colour(root):
@@ -148,6 +158,9 @@ def test_a_model_folder_tells_its_size_and_history(tmp_path):
 def test_figures_and_curves_are_shown_too(tmp_path):
     (tmp_path / "f.json").write_text(json.dumps({"loss": 0.5, "note\x1b": "é"}))
     assert seen(tmp_path / "f.json") == ["{", '  "loss": 0.5,', '  "note\\u001b": "é"', "}"]
+    (tmp_path / "r.json").write_text('[{"round": 0, "kl": null}, {"round": 1, "kl": 0.5}]')
+    table = ["round    kl", "    0  null", "    1   0.5"]
+    assert seen(tmp_path / "r.json") == table
     (tmp_path / "c.csv").write_text("step,loss\n1,0.5\n2,0.25\n")
     assert seen(tmp_path / "c.csv", "--sort", "loss", "--rows", 1)[1:] == [
         "step  loss",

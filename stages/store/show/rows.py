@@ -24,6 +24,12 @@ from stages.core.errors import InputError
 from stages.core.show.conditions import Condition
 
 BATCH = 1024
+FRUGAL = {
+    "batch_size": BATCH,
+    "batch_readahead": 1,
+    "fragment_readahead": 1,
+    "use_threads": False,
+}
 FORMATS = {".parquet": "parquet", ".csv": "csv", ".jsonl": "json"}
 OPERATORS = {
     "<": operator.lt,
@@ -116,7 +122,7 @@ class Table:
     def count(self) -> int:
         """Rows that fit; without conditions the footers know."""
         with _readable(self.path):
-            return self._dataset.count_rows(filter=self.condition)
+            return self._dataset.count_rows(filter=self.condition, **FRUGAL)
 
     def first(self, count: int, columns: list[str] | None = None) -> list[dict]:
         """The first rows that fit."""
@@ -182,13 +188,7 @@ class Table:
                     continue
                 start = 0
                 for batch in part.fragment.to_batches(
-                    schema=self.schema,
-                    columns=columns,
-                    filter=self.condition,
-                    batch_size=BATCH,
-                    batch_readahead=1,
-                    fragment_readahead=1,
-                    use_threads=False,
+                    schema=self.schema, columns=columns, filter=self.condition, **FRUGAL
                 ):
                     yield part, start, batch
                     start += batch.num_rows
