@@ -196,18 +196,15 @@ def _curves(
     zero: bool,
 ) -> dict:
     """A card with a line for each figure, in as many parts as there are chains of rounds."""
-    names = figures.split()
-    lines = [
-        Line(
-            words(name),
-            [[(_number(row[x]), _number(row.get(name))) for row in part] for part in parts],
-            look,
-            dots=x == "round",
-        )
-        for look, name in zip(looks(names), names, strict=True)
-    ]
+    names, lines = figures.split(), []
+    for look, name in zip(looks(names), names, strict=True):
+        chains = [[(_number(row[x]), _number(row.get(name))) for row in part] for part in parts]
+        if any(y is not None for chain in chains for _, y in chain):
+            lines.append(Line(words(name), chains, look, dots=x == "round"))
     label = "round" if x == "round" else "optimizer step"
-    return _card(run, title, names, line_chart(lines, label, unit, whole=True, zero=zero))
+    legend = [(line.look, line.name) for line in lines] if len(lines) > 1 else []
+    chart = line_chart(lines, label, unit, whole=True, zero=zero)
+    return _card(run, title, names, chart, legend)
 
 
 def kl_against_reward(run: Run, rows: Mapping[int, dict], order: Sequence[Sequence[int]]) -> dict:
@@ -220,7 +217,7 @@ def kl_against_reward(run: Run, rows: Mapping[int, dict], order: Sequence[Sequen
     labels = [[str(k) for k in chain] for chain in known]
     line = Line("round", points, dots=True, labels=labels)
     chart = line_chart([line], f"{words(name)}, nats per token", "reward")
-    return _card(run, "Reward against KL", [name, "reward"], chart, legend=False)
+    return _card(run, "Reward against KL", [name, "reward"], chart)
 
 
 def calibration(run: Run) -> dict:
@@ -230,14 +227,14 @@ def calibration(run: Run) -> dict:
     line = Line("share right", points, dots=True)
     even = Line("even", [[(0.5, 0.5), (1.0, 1.0)]] if bins["pairs"] else [], "even")
     chart = line_chart([even, line], "confidence in its pick", "share right")
-    return _card(run, "Reward model calibration", ["calibration_error"], chart, legend=False)
+    return _card(run, "Reward model calibration", ["calibration_error"], chart)
 
 
 def margins(run: Run) -> dict:
     """Chosen minus rejected score of the validation pairs."""
     gaps = run.rm_figures.get("gaps") or {"edges": [], "pairs": []}
     chart = histogram(gaps["edges"], gaps["pairs"], "chosen minus rejected score", "pairs")
-    return _card(run, "Reward model margins", ["validation_margin"], chart, legend=False)
+    return _card(run, "Reward model margins", ["validation_margin"], chart)
 
 
 def words(name: str) -> str:
@@ -245,11 +242,9 @@ def words(name: str) -> str:
     return name.replace("_rollout", " of rollouts").replace("_", " ")
 
 
-def _card(run: Run, title: str, names: Sequence[str], chart, legend: bool = True) -> dict:
+def _card(run: Run, title: str, names: Sequence[str], chart, legend: Sequence = ()) -> dict:
     meaning = [f"{words(n)}: {run.definitions[n]}" for n in names if n in run.definitions]
-    legend_of = [pair for pair in zip(looks(names), map(words, names), strict=True)]
-    legend_of = legend_of if legend and chart and len(names) > 1 else []
-    return {"title": title, "chart": chart, "legend": legend_of, "meaning": "\n".join(meaning)}
+    return {"title": title, "chart": chart, "legend": legend, "meaning": "\n".join(meaning)}
 
 
 def looks(names: Sequence[str]) -> list[str]:

@@ -134,6 +134,14 @@ def test_what_was_not_measured_has_no_chart_and_no_place_in_the_headline():
     assert "KL to sampler" in text and "KL to reference" not in text
 
 
+def test_a_legend_names_only_what_was_measured():
+    run = run_of(CHAIN)
+    legend = '<i class="s2"></i>reward format'
+    table = [{**row, "reward_format": None} for row in run.table]
+    assert legend in page(run) and legend not in page(replace(run, table=table))
+    assert '<i class="s3"></i>reward length' in page(replace(run, table=table))
+
+
 def test_numbers_carry_their_meaning_from_the_page_of_figures():
     found = definitions("| figure | meaning |\n|---|---|\n| `a`, `b` | of `x` \\| y |\n| c | d |\n")
     assert found == {"a": "of x | y", "b": "of x | y"}
