@@ -19,7 +19,7 @@ ANSWERS = [
     (1, 3, True, "ba", True),
     (1, 3, False, "bb", False),
     (1, 4, True, "ba", True),
-    (2, 3, True, "bb", False),
+    (2, 3, True, "bz", False),
     (2, 3, False, "bb", False),
     (2, 4, True, "ba", True),
 ]

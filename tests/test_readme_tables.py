@@ -11,7 +11,9 @@ import pytest
 from click.testing import CliRunner
 from datasets import Dataset
 
+from stages.core.tiny import byte_tokenizer, random_llama
 from stages.show import show
+from stages.store.checkpoints import save_model
 from tests.handmade import COMPLETIONS, write_run
 from tests.tiny import ROOT
 
@@ -69,16 +71,28 @@ def test_a_snippet_answers_its_three_questions(block, tmp_path, monkeypatch):
     assert by_length == [pytest.approx(row) for row in mean_advantage_by_length()]
 
 
-def test_the_readme_finds_what_got_worse_and_what_was_reinforced(tmp_path):
+def test_the_readme_finds_what_got_worse_and_what_lies_behind_it(tmp_path):
+    """Prompt 3 parts at its second token: z, with an advantage of 0.25 there, instead of a."""
+    code = "".join(blocks("Why did a held-out prompt get worse?"))
+    for ours, theirs in (("112", "3"), ("[3]", "[2]"), ("('t', 'n')", "('a', 'z')")):
+        assert ours in code
+        code = code.replace(ours, theirs)
+    tokenizer = byte_tokenizer(64)
+    for number in (1, 2):
+        model = random_llama(tokenizer, 16, 32, 1, 2, 64, 0.1, 0.0)
+        save_model(tmp_path / f"models/policy/{number}", model, tokenizer)
     found = {}
     with chdir(write_run(tmp_path)):
-        exec("".join(blocks("Why did a held-out prompt get worse?")), found)
-        worse, reinforced = found["worse"].fetchall(), found["reinforced"].fetchall()
-    assert worse == [(3, "ba", "ba", "bb")]
-    assert reinforced == [(0, 0, "yz", "zyx", 0.0, None, 0.25)]
+        exec(code, found)
+        worse, behind = found["worse"].fetchall(), found["behind"].fetchall()
+    assert worse == [(3, "ba", "ba", "bz", 2, 0.0, 0.25)]
+    assert behind == [(0, 0, "yz", "zyx", 0.0, None, 0.25)]
+    for policy in ("models/policy/1", "models/policy/2"):
+        chances = list(found["likely"][policy].values())
+        assert len(chances) == 4 and 1 > chances[0] >= chances[-1] > 0
 
 
-RENAMED = {"5": "1"}
+RENAMED = {"5": "1", "371": "0", "3": "1", "prompt_index == 112": "prompt_index == 3"}
 
 
 def commands() -> list[list[str]]:
