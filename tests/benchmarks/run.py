@@ -66,9 +66,9 @@ class Bench:
         return figures
 
 
-def alternate(*sides: Callable[[], dict]) -> list[dict]:
+def alternate(*sides: Callable[[], dict], times: int = TURNS) -> list[dict]:
     """Each side's figures, medians over its turns: A B A B; peaks are the highest."""
-    turns = [[side() for side in sides] for _ in range(TURNS)]
+    turns = [[side() for side in sides] for _ in range(times)]
     found = []
     for runs in zip(*turns, strict=True):
         names = [name for name, value in runs[0].items() if isinstance(value, int | float)]
@@ -151,12 +151,15 @@ def tokenize(bench: Bench, model: str) -> list[dict]:
 
 
 def rounds(bench: Bench, model: str) -> list[dict]:
-    """Four rounds through files and in memory; `ratio` is memory's time over files'."""
-    words = ("--rounds", 4, "--prompts", ROUND[model][0])
-    knobs = {"beta": 0.01}
+    """Four rounds through files and in memory, once each; `ratio` is memory's time over files'."""
+    prompts, samples = ROUND["tiny"]
+    words = ("--rounds", 4, "--prompts", prompts)
+    knobs = {"beta": 0.01, "batch_acc": prompts * samples // BATCH}
+    knobs |= {"prompts_per_step": prompts, "rollout_batch_size": prompts * samples}
     through, inside = alternate(
         lambda: bench.ours(model, "files", *words, **knobs),
         lambda: bench.ours(model, "memory", *words, **knobs),
+        times=1,
     )
     for side in (through, inside):
         side["rounds_min"] = 4 * 60 / side["seconds"]
