@@ -110,7 +110,8 @@ def show_table(out, table: Table, chosen: dict, summary: bool) -> None:
     Without --columns those of nulls are left out, and those of ids where there is text to read.
     """
     if chosen["columns"]:
-        columns = [table.field(name).name for name in chosen["columns"].split(",")]
+        names = [name for name in chosen["columns"].split(",") if name != "file"]  # always shown
+        columns = [table.field(name).name for name in names]
     else:
         texts = "completion" in table.schema.names
         columns = [name for name in table.schema.names if not (texts and name.endswith("_ids"))]

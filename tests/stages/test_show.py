@@ -49,7 +49,7 @@ def test_a_table_shows_size_provenance_columns_and_first_rows(root):
 
 def test_chosen_rows_come_without_the_summary_unless_it_is_asked_for(root):
     words = (root / "data/buffers", "--where", "reward_correctness == 0", "--round", 1)
-    words += ("--columns", "completion,reward", "--worst", "--rows", 2)
+    words += ("--columns", "file,completion,reward", "--worst", "--rows", 2)
     lines = seen(*words)
     assert lines == [
         f"{root}/data/buffers: 3 rows that fit",
