@@ -3,14 +3,13 @@
 import sys
 
 import pytest
-from transformers import dynamic_module_utils
 
 
 @pytest.fixture
 def modules_cache(tmp_path, monkeypatch):
     """An empty folder for transformers to keep the code of models in, and nothing imported yet."""
     folder = tmp_path / "modules"
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(folder))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder))
     path = list(sys.path)
     yield folder
     sys.path[:] = path

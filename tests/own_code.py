@@ -1,17 +1,19 @@
 """A tiny model folder with an architecture in Python files of its own: a Llama with a scaled norm.
 
-The sequence classifier stands in a second file, which the causal language model does not import.
+The sequence classifier stands in a second file, which the language model does not import, and
+the tokenizer in a third.
 """
 
 import json
 from pathlib import Path
 
+CODE = ("modeling_odd.py", "scoring_odd.py", "tokenization_odd.py")
 MODELING = """
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 SCALE = 1.0
-open({marker!r}, "a").close()
+open(MARKER, "a").close()
 
 
 class OddConfig(LlamaConfig):
@@ -47,6 +49,13 @@ class OddForSequenceClassification(LlamaPreTrainedModel):
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
         self.post_init()
 """
+TOKENIZATION = """
+from transformers import PreTrainedTokenizerFast
+
+
+class OddTokenizerFast(PreTrainedTokenizerFast):
+    pass
+"""
 AUTO_MAP = {
     "AutoConfig": "modeling_odd.OddConfig",
     "AutoModelForCausalLM": "modeling_odd.OddForCausalLM",
@@ -56,9 +65,14 @@ AUTO_MAP = {
 
 def bring_code(folder: Path, marker: Path) -> Path:
     """Make a Llama's folder one of model type `odd`, whose code leaves `marker` behind when run."""
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "odd", "architectures": ["OddForCausalLM"], "auto_map": AUTO_MAP}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "modeling_odd.py").write_text(MODELING.format(marker=str(marker)))
-    (folder / "scoring_odd.py").write_text(SCORING)
+    model = {"model_type": "odd", "architectures": ["OddForCausalLM"], "auto_map": AUTO_MAP}
+    tokenizer = {"AutoTokenizer": [None, "tokenization_odd.OddTokenizerFast"]}
+    edit(folder / "config.json", model)
+    edit(folder / "tokenizer_config.json", {"auto_map": tokenizer})
+    for name, code in zip(CODE, (MODELING, SCORING, TOKENIZATION), strict=True):
+        (folder / name).write_text(code.replace("MARKER", repr(str(marker))))
     return folder
+
+
+def edit(path: Path, changes: dict) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

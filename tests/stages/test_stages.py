@@ -34,7 +34,7 @@ from stages.store import tables
 from stages.store.checkpoints import load_scorer
 from stages.store.common import command, params
 from stages.store.tracking import VARIABLE
-from tests.own_code import bring_code
+from tests.own_code import CODE, bring_code
 from tests.tiny import ROOT, SMALL, command_line, small_params, write
 
 ORDER = [
@@ -826,7 +826,7 @@ def test_pickles_and_code_in_the_folder_of_a_stage_are_refused(copy, stage):
     (folder / "optimizer.pt").unlink()
     bring_code(folder, copy / "ran")
     message = refuse(copy, stage)
-    assert f"{MODELS_READ[stage]}: found modeling_odd.py, scoring_odd.py: code" in message
+    assert f"{MODELS_READ[stage]}: found {', '.join(CODE)}: code" in message
     assert "model.trust_remote_code: true would run the code" in message
     assert not (copy / "ran").exists()
 
@@ -860,7 +860,7 @@ def test_an_architecture_of_ones_own_goes_through_every_stage(copy, critic):
         scores = folder in ("rm", "policy/2/trainer/critic")
         kind = "SequenceClassification" if scores else "CausalLM"
         assert config["architectures"] == [f"OddFor{kind}"]
-        for name in ("modeling_odd.py", "scoring_odd.py"):
+        for name in CODE:
             code = (copy / "models" / folder / name).read_bytes()
             assert code == (source / name).read_bytes()
 

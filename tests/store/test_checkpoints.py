@@ -35,7 +35,7 @@ from tests.models import (
     same_weights,
     weights_of,
 )
-from tests.own_code import bring_code
+from tests.own_code import AUTO_MAP, CODE, bring_code, edit
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([[3, 9, 27, 1, 250]])
@@ -201,7 +201,7 @@ def test_of_many_pickles_six_are_named(tmp_path):
 def test_code_of_a_model_folder_is_refused_or_run_as_the_knob_says(tmp_path):
     folder, marker = saved(tmp_path / "odd", llama(vocabulary=SIZE)), tmp_path / "ran"
     bring_code(folder, marker)
-    refusal = "found modeling_odd.py, scoring_odd.py: .* model.trust_remote_code: true would run"
+    refusal = f"found {', '.join(CODE)}: .* model.trust_remote_code: true would run"
     for load in (load_own, *LOADERS):
         with pytest.raises(InputError, match=refusal):
             load(folder, False)
@@ -213,8 +213,7 @@ def test_code_of_a_model_folder_is_refused_or_run_as_the_knob_says(tmp_path):
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
 def test_code_that_a_folder_names_without_holding_it_is_refused(name, tmp_path):
     folder = saved(tmp_path / "odd", llama(vocabulary=SIZE))
-    named = {"auto_map": {"AutoConfig": "someone/odd--modeling_odd.OddConfig"}}
-    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | named))
+    edit(folder / name, {"auto_map": {"AutoConfig": "someone/odd--modeling_odd.OddConfig"}})
     for load in (load_own, *LOADERS):
         with pytest.raises(InputError, match=f"auto_map in {name}: .*model.trust_remote_code"):
             load(folder, False)
@@ -225,14 +224,32 @@ def test_trusted_code_goes_along_from_folder_to_folder(tmp_path, modules_cache):
     base = saved(tmp_path / "base", *load_own(source, True))
     policy, tokenizer = load_policy(base, "sdpa", CPU, True), load_tokenizer(base, True)
     assert type(policy).__name__ == "OddForCausalLM"
+    assert type(tokenizer).__name__ == "OddTokenizerFast"
     sft = saved(tmp_path / "sft", policy, tokenizer)
     rm = saved(tmp_path / "rm", new_scorer(sft, "sdpa", CPU, True), tokenizer)
     assert type(load_scorer(rm, "sdpa", CPU, True)).__name__ == "OddForSequenceClassification"
     for folder in (base, sft, rm):
-        for name in ("modeling_odd.py", "scoring_odd.py"):
+        for name in CODE:
             assert (folder / name).read_bytes() == (source / name).read_bytes()
     plain = AutoModelForCausalLM.from_pretrained(sft, trust_remote_code=True)
     assert torch.equal(logits_of(plain.eval()), logits_of(policy))
+
+
+def test_code_from_the_hub_is_refused_or_kept_whole(tmp_path, modules_cache, monkeypatch):
+    """The hub is its own cache on this machine: a snapshot of a repository, and no network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repository, commit = tmp_path / "hub" / "models--me--odd", "a" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    folder = saved(repository / "snapshots" / commit, llama(vocabulary=SIZE))
+    bring_code(folder, tmp_path / "ran")
+    with pytest.raises(InputError, match="model.trust_remote_code: true would run the code"):
+        load_foreign("me/odd", None, False)
+    assert not (tmp_path / "ran").exists()
+    base = saved(tmp_path / "base", *load_foreign("me/odd", None, True))
+    assert [name for name in CODE if not (base / name).is_file()] == []
+    assert type(new_scorer(base, "sdpa", CPU, True)).__name__ == "OddForSequenceClassification"
 
 
 def test_the_code_that_runs_is_the_folders_whatever_lies_in_the_cache(tmp_path, modules_cache):
@@ -250,9 +267,8 @@ def test_the_code_that_runs_is_the_folders_whatever_lies_in_the_cache(tmp_path, 
 @pytest.mark.usefixtures("modules_cache")
 def test_code_without_a_sequence_classifier_gives_no_scorer(tmp_path):
     folder = bring_code(saved(tmp_path / "odd", llama(vocabulary=SIZE)), tmp_path / "ran")
-    config = json.loads((folder / "config.json").read_text())
-    del config["auto_map"]["AutoModelForSequenceClassification"]
-    (folder / "config.json").write_text(json.dumps(config))
+    without = {name: code for name, code in AUTO_MAP.items() if "Sequence" not in name}
+    edit(folder / "config.json", {"auto_map": without})
     message = "'OddForCausalLM'. has no class for AutoModelForSequenceClassification: expected one"
     with pytest.raises(InputError, match=message):
         new_scorer(folder, "sdpa", CPU, True)
