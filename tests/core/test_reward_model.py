@@ -35,7 +35,7 @@ def plain_score(scorer, ids: list[int]) -> float:
 @torch.no_grad()
 @each_pad
 @each_scorer
-def test_the_score_is_read_at_the_last_real_token_whatever_the_pad_id_and_the_mates(make, pad):
+def test_w01_the_score_is_read_at_the_last_real_token_whatever_the_pad_id_and_the_mates(make, pad):
     scorer = make(pad_token_id=pad, eos_token_id=2)
     wanted = [plain_score(scorer, p + c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
     assert max(wanted) - min(wanted) > 0.01

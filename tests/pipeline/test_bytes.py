@@ -27,7 +27,7 @@ def on_a_terminal(folder, *command) -> str:
     return done.stdout
 
 
-def test_a_forced_run_writes_the_same_bytes_wherever_it_runs(first, tmp_path):
+def test_d09_a_forced_run_writes_the_same_bytes_wherever_it_runs(first, tmp_path):
     reference, _ = first
     there, aside = (duplicate(reference, tmp_path / name) for name in ("there", "aside"))
     with ThreadPoolExecutor() as pool:

@@ -34,7 +34,7 @@ def values_of(knobs: dict) -> dict:
     return {key: (type(value), value) for key, value in dotted(knobs).items()}
 
 
-def test_knobs_of_every_kind_arrive_as_they_were_meant(copy):
+def test_d04_knobs_of_every_kind_arrive_as_they_were_meant(copy):
     settings = [word for knob in TYPED for word in ("-S", knob)]
     output = dvc(copy, "exp", "run", *settings, "prepare_task").stdout
     assert executed(output) == {"prepare_task"}

@@ -37,7 +37,7 @@ def cached(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("kind", ["copy", "hardlink", "symlink"])
-def test_stages_replace_links_into_the_cache_and_never_write_through(copy, kind, monkeypatch):
+def test_d08_stages_replace_links_into_the_cache_and_never_write_through(copy, kind, monkeypatch):
     """As root too, for whom the cache's files are not read-only."""
     dvc(copy, "config", "--local", "cache.type", kind)
     dvc(copy, "checkout", "--relink", "--quiet")

@@ -46,7 +46,7 @@ def test_the_first_run_executes_every_stage_and_the_second_none(first, repositor
     assert changed(repository) == []
 
 
-def test_nothing_that_the_pipeline_wrote_is_left_half_or_unknown_to_git(repository):
+def test_d11_nothing_that_the_pipeline_wrote_is_left_half_or_unknown_to_git(repository):
     assert not list(repository.rglob("*.partial"))
     ignored = run(repository, "git", "status", "--porcelain", "--ignored", "--short").stdout
     names = {line.split()[1] for line in ignored.splitlines()}
@@ -173,7 +173,7 @@ def test_metrics_experiments_and_plots_can_be_read(repository):
         assert all(float(point[curve["x"]]) >= 0 for point in points)
 
 
-def test_an_experiment_in_a_folder_of_its_own_leaves_the_workspace_alone(repository):
+def test_d05_an_experiment_in_a_folder_of_its_own_leaves_the_workspace_alone(repository):
     before = lock_of(repository)
     output = dvc(
         repository, "exp", "run", "--temp", "--name", "asked-more", "-S", "evaluate.max_samples=4"
@@ -186,7 +186,7 @@ def test_an_experiment_in_a_folder_of_its_own_leaves_the_workspace_alone(reposit
     assert executed(dvc(repository, "repro").stdout) == set()
 
 
-def test_a_conflict_in_the_lock_file_is_solved_by_dropping_it(repository):
+def test_d10_a_conflict_in_the_lock_file_is_solved_by_dropping_it(repository):
     """Faults D10: two branches, one knob each; what did not change comes from the run cache."""
     for branch, knobs in (("more", {"evaluate__max_samples": 4}), ("longer", {"ppo_epochs": 2})):
         run(repository, "git", "checkout", "--quiet", "--force", "-B", branch, "main")

@@ -11,7 +11,10 @@ from tests.tiny import ROOT, command_line, small_params, write
 
 
 def peak_of(folder, stage: str, **knobs) -> int:
-    """Run a stage as DVC does; the most memory that it held at once, in KiB."""
+    """Run a stage as DVC does; the most memory that one of its processes held at once, in KiB.
+
+    There are as many as cores and one, whatever the rows, and the largest counts.
+    """
     script, options = command_line(stage)
     write(folder / "params.yaml", small_params(**knobs))
     words = [word for pair in options.items() for word in pair]

@@ -106,7 +106,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused(tmp_path)
 
 @each_pad
 @each_model
-def test_config_generation_config_and_tokenizer_name_one_pad_id(make, pad_is_eos, tmp_path):
+def test_w02_config_generation_config_and_tokenizer_name_one_pad_id(make, pad_is_eos, tmp_path):
     tokenizer = byte_tokenizer(pad_is_eos)
     loaded = load_policy(saved(tmp_path / "policy", make(vocabulary=SIZE), tokenizer), "sdpa", CPU)
     assert loaded.config.pad_token_id == tokenizer.pad_token_id

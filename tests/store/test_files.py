@@ -1,6 +1,8 @@
 """Outputs are replaced whole: never written through, never half there, never lost to a failure."""
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
 from textwrap import dedent
@@ -266,3 +268,53 @@ def test_a_full_disk_keeps_the_old_output(tmp_path):
         pytest.skip("mounting a small file system needs root")
     assert done.returncode == 28, done.stderr
     assert done.stdout.split() == ["old", "out.parquet"]
+
+
+WRITERS = {
+    "table": "write_table(path, SFT, [{'input_ids': [1], 'labels': [1]}], {})",
+    "figures": "write_json(path, {'a': 1})",
+    "folder": "with replacing(path, folder=True) as made: (made / 'config.json').write_text('{}')",
+    "curve": "with growing_curve(path) as add: add({'step': 1})",
+}
+SCRIPT = """
+import sys
+from pathlib import Path
+from stages.store.common.files import replacing
+from stages.store.common.metrics import growing_curve, write_json
+from stages.store.tables import SFT, write_table
+path = Path(sys.argv[1])
+try:
+    {}
+except OSError as error:
+    print(error.filename, error.strerror)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("setpriv"), reason="root may write all")
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("old", [False, True])
+def test_a_folder_that_may_not_be_written_to_ends_in_the_output_s_name(tmp_path, kind, old):
+    path = tmp_path / "out" / "result"
+    (path if kind == "folder" and old else path.parent).mkdir(parents=True)
+    if old:
+        (path / "config.json" if kind == "folder" else path).write_text("old")
+    for folder in {path.parent, path if path.is_dir() else path.parent}:
+        folder.chmod(0o555)
+    plain_user = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
+    command = [sys.executable, "-c", SCRIPT.format(WRITERS[kind]), str(path)]
+    command = [*plain_user, *command] if os.geteuid() == 0 else command
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    for folder in (path.parent, path):
+        if folder.is_dir():
+            folder.chmod(0o755)
+    assert (done.stdout.strip(), done.stderr) == (f"{path} Permission denied", "")
+    assert [p.name for p in path.parent.iterdir()] == (["result"] if old else [])
+
+
+def test_a_file_that_may_not_be_read_keeps_its_own_name(tmp_path):
+    secret = tmp_path / "in" / "rows.jsonl"
+    secret.parent.mkdir()
+    secret.touch()
+    with pytest.raises(PermissionError) as caught, replacing(tmp_path / "out" / "table"):
+        raise PermissionError(errno.EACCES, "Permission denied", str(secret))
+    assert caught.value.filename == str(secret)

@@ -473,6 +473,24 @@ def test_a_dataset_that_is_not_there_is_told_by_whichever_stage_runs_first(
     assert f"{section}.dataset: found {name!r}, but there is no such file" in message
 
 
+@pytest.mark.parametrize("section", ["sft", "preferences", "prompts", "evaluate"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "data/rows.jsonl", "data/source/../rows.jsonl"])
+def test_a_dataset_whose_changes_dvc_would_not_see_is_refused(complaint, tmp_path, section, name):
+    (tmp_path / "data" / "source").mkdir(parents=True)
+    for path in (tmp_path / "rows.jsonl", tmp_path / "data" / "rows.jsonl"):
+        path.touch()
+    for given in (name, str(tmp_path / name)):
+        message = complaint("prepare_task", **{f"{section}__dataset": given})
+        assert f"{section}.dataset: found {given!r}, outside data/source" in message
+
+
+def test_a_link_under_data_source_may_lead_anywhere(accepted, tmp_path):
+    (tmp_path / "data" / "source").mkdir(parents=True)
+    (tmp_path / "rows.jsonl").touch()
+    (tmp_path / "data" / "source" / "rows.jsonl").symlink_to(tmp_path / "rows.jsonl")
+    assert accepted("tokenize_sft", sft__dataset="data/source/rows.jsonl")
+
+
 def test_a_dataset_may_be_a_file_a_folder_or_a_hub_id(accepted, tmp_path):
     (tmp_path / "data" / "source" / "saved").mkdir(parents=True)
     (tmp_path / "data" / "source" / "rows.jsonl").touch()

@@ -99,7 +99,7 @@ def columns(path):
             yield file.metadata.row_group(group).column(column)
 
 
-def test_integer_rewards_in_one_round_and_floats_in_the_next_are_one_type(tmp_path):
+def test_a02_integer_rewards_in_one_round_and_floats_in_the_next_are_one_type(tmp_path):
     for name, reward in (("a", 1), ("b", 0.5)):
         rows = [row_of(BUFFERS, reward=reward)]
         written(tmp_path / f"{name}.parquet", BUFFERS, rows)
@@ -108,7 +108,7 @@ def test_integer_rewards_in_one_round_and_floats_in_the_next_are_one_type(tmp_pa
         assert both.schema.field("reward").type == pa.float32()
 
 
-def test_float32_values_come_back_bit_for_bit(tmp_path):
+def test_a05_float32_values_come_back_bit_for_bit(tmp_path):
     values = np.random.default_rng(0).normal(-12, 9, 1000).astype(np.float32)
     values[:6] = [0.0, -0.0, np.float32(1e-45), np.finfo(np.float32).max, -12.3456, 1 / 3]
     rows = [row_of(BUFFERS, log_probs_old=values.tolist(), reward=float(values[4]))]
@@ -121,7 +121,7 @@ def test_float32_values_come_back_bit_for_bit(tmp_path):
     assert again.tobytes() == values.tobytes()
 
 
-def test_empty_lists_survive_and_are_no_nulls(tmp_path):
+def test_a04_empty_lists_survive_and_are_no_nulls(tmp_path):
     path = sft(tmp_path / "t.parquet", [], [1], [], [2, 3])
     assert [row["input_ids"] for row in iterate_rows(path, SFT)] == [[], [1], [], [2, 3]]
     with random_access(path, SFT) as rows:
@@ -132,7 +132,7 @@ def test_empty_lists_survive_and_are_no_nulls(tmp_path):
     assert [row["values_old"] for row in iterate_rows(path, BUFFERS)] == [[], None]
 
 
-def test_a_null_reward_survives(tmp_path):
+def test_a04_a_null_reward_survives(tmp_path):
     rows = [row_of(BUFFERS, reward=None), row_of(BUFFERS, reward=math.inf)]
     path = written(tmp_path / "t.parquet", BUFFERS, rows)
     assert [row["reward"] for row in iterate_rows(path, BUFFERS)] == [None, math.inf]
@@ -162,14 +162,14 @@ def test_rows_are_taken_as_they_come(tmp_path):
     assert read_provenance(path) == {"rows": 3 * ROWS_PER_GROUP}
 
 
-def test_a_surplus_column_is_refused_when_written_never_dropped(tmp_path):
+def test_a02_a_surplus_column_is_refused_when_written_never_dropped(tmp_path):
     rows = [{"input_ids": [1], "labels": [1]}, {"input_ids": [1], "labels": [1], "weight": 2.0}]
     with pytest.raises(ValueError, match=r"t\.parquet: row 1 has other columns: \['weight'\]"):
         written(tmp_path / "t.parquet", SFT, rows)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_missing_column_is_refused_when_written_never_null(tmp_path):
+def test_a02_a_missing_column_is_refused_when_written_never_null(tmp_path):
     rows = [{"input_ids": [1], "labels": [1]}] * 3 + [{"input_ids": [1]}]
     with pytest.raises(ValueError, match=r"row 3 has other columns: \['labels'\]"):
         written(tmp_path / "t.parquet", SFT, rows)
@@ -187,7 +187,7 @@ def test_a_missing_column_is_refused_when_written_never_null(tmp_path):
         (UPDATES, "advantage", [None], "row 1025 has a null inside 'advantage'"),
     ],
 )
-def test_a_null_is_refused_when_written_with_row_and_column(
+def test_a04_a_null_is_refused_when_written_with_row_and_column(
     tmp_path, schema, column, value, message
 ):
     rows = [row_of(schema) for _ in range(ROWS_PER_GROUP + 1)]
@@ -225,7 +225,7 @@ def foreign(path, table, version=tables.SCHEMA_VERSION):
 @pytest.mark.parametrize(
     ("column", "row"), [("input_ids", 3), ("labels", 0)], ids=["input_ids", "labels"]
 )
-def test_a_null_inside_a_list_of_a_foreign_file_is_refused_with_row_and_column(
+def test_a04_a_null_inside_a_list_of_a_foreign_file_is_refused_with_row_and_column(
     tmp_path, column, row
 ):
     lists = {"input_ids": [[1]] * 5, "labels": [[1]] * 5}
@@ -297,7 +297,7 @@ def changed(tmp_path, change, version=tables.SCHEMA_VERSION):
     ],
     ids=["missing", "renamed", "surplus", "int64", "integer reward", "half precision"],
 )
-def test_a_table_of_another_schema_is_refused_by_file_and_column(tmp_path, change, message):
+def test_a02_a_table_of_another_schema_is_refused_by_file_and_column(tmp_path, change, message):
     path = changed(tmp_path, change)
     for read in (open_table, lambda *a: list(iterate_batches(*a)), open_random):
         with pytest.raises(InputError, match=rf"t\.parquet: {message}"):

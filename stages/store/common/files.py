@@ -15,6 +15,7 @@ from pathlib import Path
 
 # A disk that takes no more. Libraries in Rust (safetensors, tokenizers) say so in words only.
 CANNOT_WRITE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO}
+FORBIDDEN = {errno.EACCES, errno.EPERM}
 IN_WORDS = re.compile(r"\(os error (\d+)\)")
 
 
@@ -23,13 +24,14 @@ def replacing(path: Path, folder: bool = False) -> Iterator[Path]:
     """Yield a temporary sibling of `path` to write to; rename it to `path` if the block ends well.
 
     With `folder` the sibling is a new empty folder. What killed runs left under the same name is
-    removed first. A disk that is full ends in an `OSError` that names `path`.
+    removed first. A disk that is full or read-only ends in an `OSError` that names `path`.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.partial")
-    remove(temporary)
-    if folder:
-        temporary.mkdir()
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove(temporary)
+        if folder:
+            temporary.mkdir()
     try:
         with naming(path):
             yield temporary
@@ -49,9 +51,15 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         number = _number_of(error)
-        if number in CANNOT_WRITE:
+        if number in CANNOT_WRITE or number in FORBIDDEN and not _elsewhere(error, path):
             raise OSError(number, os.strerror(number), str(path)) from error
         raise
+
+
+def _elsewhere(error: BaseException, path: Path) -> bool:
+    """Whether an error names a file that is there and not in the folder of `path`: an input."""
+    named = getattr(error, "filename", None)
+    return named is not None and os.path.exists(named) and path.parent not in Path(named).parents
 
 
 def _number_of(error: BaseException) -> int | None:

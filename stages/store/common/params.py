@@ -6,6 +6,7 @@ never change what it writes, so they are no dependency of it in dvc.yaml.
 """
 
 import importlib
+import os
 import pkgutil
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -37,7 +38,7 @@ def load(knobs: type[K], path: Path = PARAMS) -> K:
     for section in all_knobs().values():
         problems += _problems(section, values)
     problems += _missing_verifier(values, path.parent / SOURCE)
-    problems += _missing_files(values, path.parent)
+    problems += _misplaced_files(values, path.parent)
     problems += _negative_rewards(values)
     if problems:
         lines = [f"{path}: {problem}" for problem in dict.fromkeys(problems)]
@@ -115,14 +116,24 @@ def _missing_verifier(values: dict, folder: Path) -> Iterator[str]:
         yield f"verifier: {problem}"
 
 
-def _missing_files(values: dict, folder: Path) -> Iterator[str]:
-    """Datasets that look like a file and are none: prompts are read only after hours of SFT."""
+def _misplaced_files(values: dict, folder: Path) -> Iterator[str]:
+    """Datasets that look like a file and are none, or that lie where DVC sees no change of theirs.
+
+    Told before anything runs: prompts are read only after hours of SFT.
+    """
+    inside = os.path.abspath(folder / SOURCE)
     for section in ("sft", "preferences", "prompts", "evaluate"):
         source = values.get(section)
         name = source.get("dataset") if isinstance(source, dict) else None
-        if not isinstance(name, str) or (folder / name).exists():
+        if not isinstance(name, str) or name == "task":
             continue
-        if name.startswith(f"{SOURCE}/") or Path(name).suffix in DATA_FILES:
+        if (folder / name).exists():
+            if Path(inside) not in Path(os.path.abspath(folder / name)).parents:
+                yield (
+                    f"{section}.dataset: found {name!r}, outside {SOURCE}, where DVC sees no"
+                    f" change of it; expected it (or a link to it) under {SOURCE}"
+                )
+        elif name.startswith(f"{SOURCE}/") or Path(name).suffix in DATA_FILES:
             yield f"{section}.dataset: found {name!r}, but there is no such file"
 
 
