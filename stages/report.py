@@ -57,6 +57,7 @@ def report(
         training = {f"sft_{name}": sft[name] for name in ("loss_first", "loss_last")}
         training |= {f"rm_{name}": rm[name] for name in ("validation_accuracy", "validation_loss")}
         write_json(folder / "training.json", training)
+        write_json(folder / "summary.json", summary(table))
         for row in table:
             known = {name: value for name, value in row.items() if value is not None}
             known.pop("round")
@@ -80,10 +81,15 @@ def report(
     )
     with replacing(pages, folder=True) as folder:
         (folder / "index.html").write_text(page(run), encoding="utf-8", newline="\n")
-    last = table[-1]
-    before, after = table[0]["accuracy_sampled"], last["accuracy_sampled"]
-    gain = None if before is None or after is None else after - before
-    say({name: last[name] for name in EVALUATED}, rounds=len(rounds), accuracy_gain=gain)
+    say(summary(table), rounds=len(rounds))
+
+
+def summary(table: list[dict]) -> dict:
+    """What a run came to, in one row of `dvc exp show`: the last round's figures and the gain."""
+    first, last = table[0]["accuracy_sampled"], table[-1]["accuracy_sampled"]
+    names = ("accuracy_sampled", "accuracy_greedy", "reward", "kl_ref")
+    found = {f"final_{name}": table[-1][name] for name in names if table[-1][name] is not None}
+    return found if first is None or last is None else found | {"accuracy_gain": last - first}
 
 
 def round_row(figures: Path, number: int) -> dict:

@@ -145,7 +145,7 @@ def test_metrics_experiments_and_plots_can_be_read(repository):
     metrics = json.loads(dvc(repository, "metrics", "show", "--json").stdout)
     found = metrics[""]["data"]
     assert set(found) == {
-        f"metrics/{name}.json" for name in ("training", "round-0", "round-1", "round-2")
+        f"metrics/{name}.json" for name in ("training", "summary", "round-0", "round-1", "round-2")
     }
     for name in ("reward", "accuracy_sampled", "kl", "clipped_fraction", "length", "finished"):
         assert isinstance(found["metrics/round-2.json"]["data"][name], int | float)

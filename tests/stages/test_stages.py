@@ -487,8 +487,12 @@ def test_the_report_has_a_line_for_every_round_and_for_the_sft_policy(finished):
     assert len(curve(finished / "plots" / "steps.csv")) == 4
     metrics = json.loads((finished / "metrics" / "round-2.json").read_text())
     assert metrics["reward"] == figures(finished, "score/2")["reward"]
+    summary = json.loads((finished / "metrics" / "summary.json").read_text())
+    gain = table[2]["accuracy_sampled"] - table[0]["accuracy_sampled"]
+    assert summary["accuracy_gain"] == gain and summary["final_reward"] == metrics["reward"]
     assert set(os.listdir(finished / "metrics")) == {
         "training.json",
+        "summary.json",
         *(f"round-{k}.json" for k in (0, 1, 2)),
     }
 
@@ -542,7 +546,8 @@ def test_the_report_goes_by_the_rounds_and_not_by_the_files_that_lie_about(copy)
     succeed(copy, "report", rounds=rounds)
     table = json.loads((copy / "plots" / "rounds.json").read_text())
     assert [row["round"] for row in table] == [0, 2]
-    assert sorted(os.listdir(copy / "metrics")) == ["round-0.json", "round-2.json", "training.json"]
+    names = ("round-0", "round-2", "summary", "training")
+    assert sorted(os.listdir(copy / "metrics")) == [f"{name}.json" for name in names]
     message = refuse(copy, "report", rounds={"1": "models/sft", "3": "models/policy/1"})
     assert "data/figures/evaluate/3.json: missing" in message
 
