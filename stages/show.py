@@ -1,11 +1,13 @@
 """Show any artifact of the pipeline: `python -m stages.show PATH`. No stage: it writes nothing.
 
-    data/buffers/round-3.parquet   a table (Parquet, CSV, JSONL): columns, rows, single tokens
+    data/buffers/round-3.parquet   a table: columns, rows, single tokens
     data/buffers                   the tables of all rounds as one
+    data/task/sft.jsonl            rows (JSONL, CSV, arrays in JSON, a folder of `save_to_disk`)
     models/policy/3                a model folder: parameters, dtype, where it came from
-    data/figures/optimize/3.json   figures
+    data/figures/optimize/3.json   figures; those of a folder (data/figures/optimize) as one table
+    data                           any other folder: what lies in it
 
-It reads what it shows and no more (store/show/rows.py), and prints plain text into a pipe.
+It reads what it shows and no more (store/show), and prints plain text into a pipe.
 """
 
 import gc
@@ -21,7 +23,9 @@ from stages.core.show.tokens import MEASURES, spans
 from stages.store.common.metrics import read_json
 from stages.store.show import models
 from stages.store.show.pieces import Pieces
-from stages.store.show.rows import Summary, Table, is_table
+from stages.store.show.places import listing, rows_at
+from stages.store.show.rows import Summary, Table
+from stages.store.show.streams import Stream
 
 # What --worst goes by: the first of these that a table has.
 WORTH = ("reward", "reward_shaped", "reward_correctness", "correct")
@@ -54,17 +58,15 @@ class Viewer(click.Command):
 @click.option("--colour", type=click.Choice(MEASURES), default=MEASURES[0], help="Of the tokens.")
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="Model folder for --tokens.")
 def show(path: Path, summary: bool | None, tokens: bool, colour: str, tokenizer, **chosen) -> None:
-    """Show a table, a model folder or a file of figures."""
+    """Show a table, a model folder, a file of figures or what lies in a folder."""
     out = text.console()
     if not path.exists():
         raise InputError(f"{path}: missing; `dvc repro` makes it, `dvc checkout` brings it back")
     if models.is_model(path):
         for name, value in models.describe(path).items():
             text.wrapped(out, text.Text(text.harmless(f"{name:<14}{value}")))
-    elif path.suffix == ".json":
-        show_figures(out, read_json(path), chosen["full"])
-    elif is_table(path):
-        table = opened(path, chosen["round_number"])
+    elif (table := rows_at(path)) is not None:
+        table = of_round(table, chosen["round_number"])
         known = chosen if table.path == path else chosen | {"round_number": None}
         table.where(conditions(known))
         if tokens:
@@ -72,29 +74,26 @@ def show(path: Path, summary: bool | None, tokens: bool, colour: str, tokenizer,
         if summary is None:
             narrowing = set(chosen) - {"count", "full"}
             summary = all(chosen[name] is None or chosen[name] is False for name in narrowing)
+            summary &= isinstance(table, Table)
         show_table(out, table, chosen, summary)
+    elif path.is_dir():
+        text.print_rows(out, text.shown(listing(path), chosen["full"]))
+    elif path.suffix == ".json":
+        for line in json.dumps(read_json(path), indent=2, ensure_ascii=False).splitlines():
+            text.wrapped(out, text.Text(text.harmless(line)))
+    elif path.suffix == ".html":
+        text.wrapped(out, text.Text(text.harmless(f"{path}: a page; open it in a browser")))
     else:
-        inside = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
-        found = f"; in it are {', '.join(inside)}" if inside else ""
         raise InputError(
-            f"{path}: expected a .parquet, .csv, .jsonl or .json file, a model folder or a folder"
-            f" of Parquet tables{found}"
+            f"{path}: expected a folder or a file of rows (.parquet, .csv, .jsonl), figures (.json)"
+            " or a page (.html)"
         )
 
 
-def show_figures(out, figures: object, full: bool) -> None:
-    """Figures as JSON; a list of rows with the same keys, such as plots/rounds.json, as a table."""
-    rows = figures if isinstance(figures, list) else []
-    if rows and all(isinstance(row, dict) and row.keys() == rows[0].keys() for row in rows):
-        return text.print_rows(out, text.shown(rows, full))
-    for line in json.dumps(figures, indent=2, ensure_ascii=False).splitlines():
-        text.wrapped(out, text.Text(text.harmless(line)))
-
-
-def opened(path: Path, number: int | None) -> Table:
-    """The table at `path`; where rows know no round (evaluations), that round's file in it."""
-    table, file = Table(path), path / f"round-{number}.parquet"
-    return table if "round" in table.schema.names or not file.is_file() else Table(file)
+def of_round(table: Table | Stream, number: int | None) -> Table | Stream:
+    """Where rows of a folder know no round (evaluations), that round's file in it."""
+    file = table.path / f"round-{number}.parquet"
+    return Table(file) if file.is_file() and "round" not in table.names else table
 
 
 def conditions(chosen: dict) -> list[Condition]:
@@ -104,23 +103,25 @@ def conditions(chosen: dict) -> list[Condition]:
     return plain + (parse(chosen["where"]) if chosen["where"] else [])
 
 
-def show_table(out, table: Table, chosen: dict, summary: bool) -> None:
+def show_table(out, table: Table | Stream, chosen: dict, summary: bool) -> None:
     """Head, summary where asked for, rows.
 
     Without --columns those of nulls are left out, and those of ids where there is text to read.
     """
+    columns = None
     if chosen["columns"]:
-        names = [name for name in chosen["columns"].split(",") if name != "file"]  # always shown
-        columns = [table.field(name).name for name in names]
-    else:
-        texts = "completion" in table.schema.names
-        columns = [name for name in table.schema.names if not (texts and name.endswith("_ids"))]
+        columns = [name for name in chosen["columns"].split(",") if name != "file"]  # always shown
+        for name in columns:
+            table.check(name)
+    elif isinstance(table, Table):
+        texts = "completion" in table.names
+        columns = [name for name in table.names if not (texts and name.endswith("_ids"))]
     rows = select(table, chosen, chosen["count"], columns)
     if not chosen["columns"]:
         known = {name for row in rows for name, value in row.items() if value is not None}
         rows = [{name: row[name] for name in row if name in known} for row in rows]
     fitting = "" if table.condition is None else " that fit"
-    text.wrapped(out, text.Text(f"{table.path}: {table.count():,} rows{fitting}", "bold"))
+    text.wrapped(out, text.Text(f"{table.path}: {size(table, rows, chosen)} rows{fitting}", "bold"))
     if summary:
         for name, made in table.provenance().items():
             line = "  ".join(f"{key} {value}" for key, value in made.items())
@@ -129,6 +130,14 @@ def show_table(out, table: Table, chosen: dict, summary: bool) -> None:
         text.print_rows(out, [summary_row(entry) for entry in table.summary()])
         out.print()
     text.print_rows(out, text.shown(rows, chosen["full"]))
+
+
+def size(table: Table | Stream, shown: list[dict], chosen: dict) -> str:
+    """How many rows fit; a stream that holds more than are shown is not read to its end for it."""
+    if isinstance(table, Table):
+        return f"{table.count():,}"
+    whole = len(shown) < chosen["count"]
+    return f"{len(shown):,}" if whole else f"first {len(shown):,}"
 
 
 def summary_row(entry: Summary) -> dict[str, str]:
@@ -144,19 +153,23 @@ def summary_row(entry: Summary) -> dict[str, str]:
     return row | {name: "" if x is None else text.cell(x) for name, x in figures.items()}
 
 
-def select(table: Table, chosen: dict, count: int, columns: list[str] | None = None) -> list[dict]:
+def select(
+    table: Table | Stream, chosen: dict, count: int, columns: list[str] | None = None
+) -> list[dict]:
     """The first `count` rows in the order that --sort or --worst asks for."""
     key = chosen["sort"]
     if chosen["worst"]:
         if key:
             raise InputError("--worst sorts already; leave out --sort")
-        key = next((name for name in WORTH if name in table.schema.names), WORTH[0])
+        key = next((name for name in WORTH if name in table.names), WORTH[0])
     if key is None:
         return table.first(count, columns)
     return table.extreme(count, key.removeprefix("-"), key.startswith("-"), columns)
 
 
-def show_tokens(out, table: Table, chosen: dict, colour: str, tokenizer: Path | None) -> None:
+def show_tokens(
+    out, table: Table | Stream, chosen: dict, colour: str, tokenizer: Path | None
+) -> None:
     """The first row of the selection: its tokens in a line, and one by one with their figures."""
     rows = select(table, chosen, 1)
     if not rows:
@@ -203,7 +216,7 @@ def joined(path: Path, row: dict) -> tuple[dict, dict | None]:
     return found["buffers"] or {}, found["updates"]
 
 
-def tokenizer_folder(table: Table) -> Path:
+def tokenizer_folder(table: Table | Stream) -> Path:
     """The model folder named in the table's provenance, seen from here or from its repository."""
     made = next(iter(table.provenance().values()), {})
     name = made.get("policy") or made.get("tokenizer")

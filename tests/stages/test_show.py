@@ -160,7 +160,7 @@ def test_figures_and_curves_are_shown_too(tmp_path):
     assert seen(tmp_path / "f.json") == ["{", '  "loss": 0.5,', '  "note\\u001b": "é"', "}"]
     (tmp_path / "r.json").write_text('[{"round": 0, "kl": null}, {"round": 1, "kl": 0.5}]')
     table = ["round    kl", "    0  null", "    1   0.5"]
-    assert seen(tmp_path / "r.json") == table
+    assert seen(tmp_path / "r.json") == [f"{tmp_path}/r.json: 2 rows", *table]
     (tmp_path / "c.csv").write_text("step,loss\n1,0.5\n2,0.25\n")
     assert seen(tmp_path / "c.csv", "--sort", "loss", "--rows", 1)[1:] == [
         "step  loss",
@@ -168,12 +168,74 @@ def test_figures_and_curves_are_shown_too(tmp_path):
     ]
 
 
+def test_rows_that_are_no_table_are_read_no_further_than_shown(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"content": "a"}\n{"content": [{"type": "text", "text": "b"}]}\nbroken\n')
+    lines = seen(path, "--rows", 2)
+    assert lines[0] == f"{path}: first 2 rows"
+    assert lines[-2:] == ["a", '[{"type": "text", "text": "b"}]']
+    assert "chats.jsonl:3: broken JSON" in refused(path, "--rows", 3)
+
+
+def test_figures_of_a_folder_are_a_table_with_a_row_a_file(tmp_path):
+    for name, figures in (("round-2", {"kl": 0.5}), ("round-10", {"kl": 2.0}), ("rm", {"loss": 1})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(figures))
+    head, *table = seen(tmp_path)
+    assert head == f"{tmp_path}: 3 rows"
+    assert [line.split() for line in table] == [
+        ["file", "loss", "kl"],
+        ["rm", "1"],
+        ["round-2", "0.5"],
+        ["round-10", "2"],
+    ]
+    words = ("--columns", "kl", "--sort", "-kl", "--rows", 1)
+    assert seen(tmp_path, *words)[1:] == ["file      kl", "round-10   2"]
+
+
+def test_a_folder_of_different_things_is_listed(root, tmp_path):
+    assert seen(root / "data") == [
+        "name          kind   holds",
+        "buffers/      table  6 rows",
+        "evaluations/  table  6 rows",
+        "rollouts/     table  6 rows",
+        "updates/      table  6 rows",
+    ]
+    for name in ("train", "validation"):
+        write_table(tmp_path / f"{name}.parquet", SFT, [{"input_ids": [4], "labels": [5]}], {})
+    (tmp_path / "curve.csv").write_text("step,loss\n1,0.5\n")
+    (tmp_path / "figures.json").write_text("{}")
+    (tmp_path / "index.html").write_text("<p>")
+    (tmp_path / "round-1.parquet").write_text("half")
+    (tmp_path / "lost").symlink_to("cache/none")
+    assert [line.split(maxsplit=2) for line in seen(tmp_path)[1:]] == [
+        ["curve.csv", "rows", "16 bytes"],
+        ["figures.json", "figures", "2 bytes"],
+        ["index.html", "page", "3 bytes"],
+        ["lost", "unreadable"],
+        ["round-1.parquet", "unreadable"],
+        ["train.parquet", "table", "1 rows"],
+        ["validation.parquet", "table", "1 rows"],
+    ]
+
+
+def test_files_of_rounds_with_different_columns_are_listed(tmp_path):
+    write_table(tmp_path / "round-1.parquet", SFT, [{"input_ids": [4], "labels": [5]}], {})
+    write_table(tmp_path / "round-2.parquet", SFT, [{"input_ids": [4], "labels": [5]}], {"x": 1})
+    assert seen(tmp_path)[0] == f"{tmp_path}: 2 rows"
+    write_table(tmp_path / "round-2.parquet", SFT.remove(1), [{"input_ids": [4]}], {})
+    assert seen(tmp_path)[0].split() == ["name", "kind", "holds"]
+
+
+def test_a_page_is_left_to_a_browser(tmp_path):
+    (tmp_path / "index.html").write_text("<p>")
+    assert seen(tmp_path / "index.html") == [f"{tmp_path}/index.html: a page; open it in a browser"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["data/none.parquet"], "data/none.parquet: missing; `dvc repro` makes it"),
-        (["models"], "expected a .parquet, .csv, .jsonl or .json file, a model folder"),
-        (["models"], "; in it are sft"),
+        (["models/sft/chat_template.jinja"], "expected a folder or a file of rows (.parquet"),
         (["data/buffers", "--where", "rewards < 1"], "no column 'rewards'; there are round, group"),
         (["data/buffers", "--columns", "a,b"], "no column 'a'; there are round"),
         (["data/buffers", "--where", "exec('1')"], "expected `column operator value`"),

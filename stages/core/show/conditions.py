@@ -41,7 +41,11 @@ def parse(text: str) -> list[Condition]:
             )
         column, operator, literal = match.groups()
         operator = "==" if operator == "=" else operator
-        found.append(Condition(column, operator, _value(literal)))
+        condition = Condition(column, operator, _value(literal))
+        if condition.value is None and operator not in ("==", "!="):
+            said = f"{column} {operator} null"
+            raise InputError(f"condition {said!r}: null goes with == and != only")
+        found.append(condition)
         position = match.end()
         if position == len(text):
             return found

@@ -82,8 +82,12 @@ def _numbers(values: list, full: bool) -> str:
 
 
 def shown(rows: Sequence[dict], full: bool) -> list[dict[str, str]]:
-    """Rows of values -> the same as short text."""
-    return [{harmless(name): cell(row[name], full) for name in row} for row in rows]
+    """Rows of values -> the same as short text; a column that a row lacks is empty there."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [
+        {harmless(name): cell(row[name], full) if name in row else "" for name in names}
+        for row in rows
+    ]
 
 
 def print_rows(out: Console, rows: Sequence[dict[str, str]]) -> None:

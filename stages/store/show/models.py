@@ -1,5 +1,6 @@
 """What a model folder holds and where it came from, by headers and JSON: no weight is read."""
 
+import json
 import re
 from collections import Counter
 from math import prod
@@ -9,7 +10,7 @@ from ruamel.yaml import YAML
 from safetensors import SafetensorError, safe_open
 
 from stages.core.errors import InputError
-from stages.store.common.metrics import read_json
+from stages.core.text.messages import kind_of
 
 START = re.compile(r"--(?:policy|sft|base) (\S+)")
 
@@ -20,7 +21,7 @@ def is_model(path: Path) -> bool:
 
 def describe(folder: Path) -> dict[str, str]:
     """Label -> text: architecture, parameters by dtype, vocabulary, training state, origin."""
-    config = read_json(folder / "config.json")
+    config = _object(folder / "config.json", "a model's configuration")
     found = {"architecture": ", ".join(config.get("architectures") or ["unknown"])}
     shape = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     found["shape"] = ", ".join(f"{name} {config[name]}" for name in shape if name in config)
@@ -30,11 +31,22 @@ def describe(folder: Path) -> dict[str, str]:
     found["vocabulary"] = str(config.get("vocab_size", "unknown"))
     state = folder / "trainer" / "state.json"
     if state.is_file():
-        kept = read_json(state)
+        kept = _object(state, "what `optimize` keeps of a training")
         critic = "with" if (folder / "trainer" / "critic").is_dir() else "without"
         rounds = ", ".join(map(str, kept.get("rounds", [])))
         found["trained"] = f"rounds {rounds}; {kept.get('step')} optimizer steps; {critic} a critic"
     found["origin"] = " <- ".join(lineage(folder)) or "no dvc.lock above names this folder"
+    return found
+
+
+def _object(file: Path, expected: str) -> dict:
+    """A JSON object; `InputError` says what the file should hold."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{file}: not JSON ({error}); expected {expected}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{file}: holds {kind_of(found)}; expected {expected}")
     return found
 
 

@@ -2,7 +2,7 @@
 
 What is read: the footer; of each row group that may hold rows that fit (by its statistics) only the
 columns asked for; and of those no more than are shown. At most `BATCH` rows are in memory at once.
-A table is a Parquet, CSV or JSONL file, or a folder of Parquet files (`data/buffers`).
+A table is a Parquet file, or the folder of those of all rounds (`data/buffers`).
 """
 
 import heapq
@@ -19,6 +19,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 
 from stages.core.errors import InputError
 from stages.core.show.conditions import Condition
@@ -30,7 +31,8 @@ FRUGAL = {
     "fragment_readahead": 1,
     "use_threads": False,
 }
-FORMATS = {".parquet": "parquet", ".csv": "csv", ".jsonl": "json"}
+ROUND = re.compile(r"(round-\d+|sft)\.parquet")
+START = "sft.parquet"
 OPERATORS = {
     "<": operator.lt,
     "<=": operator.le,
@@ -58,16 +60,25 @@ class Summary:
     length: float | None = None
 
 
-def is_table(path: Path) -> bool:
-    """True for a file, or a folder of files, that `Table` opens."""
-    return path.suffix in FORMATS or (path.is_dir() and bool(_files(path)))
+def by_rounds(folder: Path) -> bool:
+    """True for a folder of nothing but round-k.parquet (and sft.parquet, the start), one schema."""
+    files = visible(folder)
+    if not all(ROUND.fullmatch(file.name) for file in files) or files in ([], [folder / START]):
+        return False
+    schemas = []
+    for file in files:
+        with readable(file):
+            schemas.append(pq.read_schema(file))
+    return all(schema.equals(schemas[0]) for schema in schemas)
 
 
-def _files(path: Path) -> list[Path]:
+def visible(folder: Path) -> list[Path]:
+    """What lies in a folder, round-2 before round-10; nothing hidden or half written."""
+
     def natural(file: Path) -> list:
         return [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", file.name)]
 
-    return sorted(path.glob("[!.]*.parquet"), key=natural) if path.is_dir() else [path]
+    return sorted(folder.glob("[!.]*"), key=natural)
 
 
 class Table:
@@ -77,13 +88,12 @@ class Table:
     """
 
     def __init__(self, path: Path):
-        self.path, self.files = path, _files(path)
+        self.path, self.files = path, visible(path) if path.is_dir() else [path]
         self.condition: pc.Expression | None = None
-        with _readable(path):
-            names = [str(file) for file in self.files]
-            kind = FORMATS[self.files[0].suffix]
-            self._dataset = ds.dataset(names, format=kind)
+        with readable(path):
+            self._dataset = ds.dataset([str(file) for file in self.files], format="parquet")
         self.schema: pa.Schema = self._dataset.schema
+        self.names: list[str] = self.schema.names
 
     def where(self, conditions: Sequence[Condition]) -> None:
         """Keep rows that fit all conditions; InputError for a column that is not there or unfit."""
@@ -95,8 +105,6 @@ class Table:
         kind, value = self.field(condition.column).type, condition.value
         column, said = pc.field(condition.column), f"{condition.column} {condition.operator}"
         if value is None:
-            if condition.operator not in ("==", "!="):
-                raise InputError(f"condition {said!r} null: null goes with == and != only")
             return column.is_null() if condition.operator == "==" else column.is_valid()
         wanted, order = _literal_of(kind)
         if not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool):
@@ -111,17 +119,19 @@ class Table:
         scalar = pa.scalar(value, kind if pa.types.is_floating(kind) else None)
         return OPERATORS[condition.operator](column, pc.scalar(scalar))
 
+    def check(self, name: str) -> None:
+        """InputError for a column that is not there names those that are."""
+        if name not in self.names:
+            raise InputError(f"{self.path}: no column {name!r}; there are {', '.join(self.names)}")
+
     def field(self, name: str) -> pa.Field:
-        """A column by name; InputError names those that there are."""
-        if name not in self.schema.names:
-            raise InputError(
-                f"{self.path}: no column {name!r}; there are {', '.join(self.schema.names)}"
-            )
+        """A column by name, checked."""
+        self.check(name)
         return self.schema.field(name)
 
     def count(self) -> int:
         """Rows that fit; without conditions the footers know."""
-        with _readable(self.path):
+        with readable(self.path):
             return self._dataset.count_rows(filter=self.condition, **FRUGAL)
 
     def first(self, count: int, columns: list[str] | None = None) -> list[dict]:
@@ -168,13 +178,10 @@ class Table:
         return {"file": part.file} | row if len(self.files) > 1 else row
 
     def _parts(self) -> Iterator["_Part"]:
-        """Row groups, whose statistics spare reading them in vain; whole files of CSV and JSONL."""
+        """Row groups; the statistics of some spare reading them in vain."""
         number = 0
         for file in self._dataset.get_fragments(self.condition):
-            parts = [file]
-            if isinstance(file, ds.ParquetFileFragment):
-                parts = file.split_by_row_group()
-            for part in parts:
+            for part in file.split_by_row_group():
                 yield _Part(number, Path(file.path).stem, part)
                 number += 1
 
@@ -182,7 +189,7 @@ class Table:
         self, columns: list[str] | None, parts=None
     ) -> Iterator[tuple["_Part", int, pa.RecordBatch]]:
         """(part, number of the batch's first row among those of the part that fit, batch)."""
-        with _readable(self.path):
+        with readable(self.path):
             for part in self._parts():
                 if parts is not None and part.number not in parts:
                     continue
@@ -211,29 +218,27 @@ class Table:
     def _footers(self) -> dict[str, "_Footer"]:
         found = defaultdict(_Footer)
         for fragment in self._dataset.get_fragments():
-            if isinstance(fragment, ds.ParquetFileFragment):
-                for group in range(fragment.metadata.num_row_groups):
-                    rows = fragment.metadata.row_group(group)
-                    for index in range(rows.num_columns):
-                        column = rows.column(index)
-                        found[column.path_in_schema.split(".")[0]].add(column, rows.num_rows)
+            for group in range(fragment.metadata.num_row_groups):
+                rows = fragment.metadata.row_group(group)
+                for index in range(rows.num_columns):
+                    column = rows.column(index)
+                    found[column.path_in_schema.split(".")[0]].add(column, rows.num_rows)
         return found
 
     def provenance(self) -> dict[str, dict]:
         """File name -> what made it, as `write_table` noted; rows too."""
         found = {}
         for fragment in self._dataset.get_fragments():
-            if isinstance(fragment, ds.ParquetFileFragment):
-                metadata = fragment.metadata.metadata or {}
-                with _readable(Path(fragment.path)):
-                    made = json.loads(metadata.get(b"provenance", b"{}"))
-                found[Path(fragment.path).name] = {"rows": fragment.metadata.num_rows, **made}
+            metadata = fragment.metadata.metadata or {}
+            with readable(Path(fragment.path)):
+                made = json.loads(metadata.get(b"provenance", b"{}"))
+            found[Path(fragment.path).name] = {"rows": fragment.metadata.num_rows, **made}
         return found
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A row group, or a file without such; numbered in the order of reading."""
+    """A row group; numbered in the order of reading."""
 
     number: int
     file: str
@@ -241,7 +246,8 @@ class _Part:
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
+    """What a reader of files may raise -> InputError with the file's name."""
     try:
         yield
     except (pa.ArrowException, OSError, ValueError) as error:

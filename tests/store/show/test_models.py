@@ -66,3 +66,17 @@ def test_broken_weights_are_named(folder):
     (folder / "model.safetensors").write_bytes(b"no")
     with pytest.raises(InputError, match="model.safetensors: not readable"):
         describe(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("config.json", "{", r"config.json: not JSON .*; expected a model's configuration"),
+        ("config.json", "[]", "config.json: holds a list; expected a model's configuration"),
+        ("trainer/state.json", "", r"state.json: not JSON .*; expected what `optimize` keeps"),
+    ],
+)
+def test_a_broken_description_is_named_with_what_it_should_hold(folder, file, content, said):
+    (folder / file).write_text(content)
+    with pytest.raises(InputError, match=said):
+        describe(folder)
