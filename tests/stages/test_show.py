@@ -218,12 +218,16 @@ def test_a_folder_of_different_things_is_listed(root, tmp_path):
     ]
 
 
-def test_files_of_rounds_with_different_columns_are_listed(tmp_path):
+def test_files_of_rounds_are_one_table_while_their_columns_agree(tmp_path):
     write_table(tmp_path / "round-1.parquet", SFT, [{"input_ids": [4], "labels": [5]}], {})
     write_table(tmp_path / "round-2.parquet", SFT, [{"input_ids": [4], "labels": [5]}], {"x": 1})
     assert seen(tmp_path)[0] == f"{tmp_path}: 2 rows"
+    (tmp_path / "round-1.parquet").rename(tmp_path / "sft.parquet")  # as the start's evaluation
+    assert seen(tmp_path)[0] == f"{tmp_path}: 2 rows"
     write_table(tmp_path / "round-2.parquet", SFT.remove(1), [{"input_ids": [4]}], {})
     assert seen(tmp_path)[0].split() == ["name", "kind", "holds"]
+    (tmp_path / "round-2.parquet").unlink()
+    assert seen(tmp_path)[1:] == ["sft.parquet  table  1 rows"]
 
 
 def test_a_page_is_left_to_a_browser(tmp_path):

@@ -40,7 +40,8 @@ class Stream:
     @cached_property
     def names(self) -> list[str]:
         """The columns of the first `BATCH` rows."""
-        return list(dict.fromkeys(name for row in islice(self._read(), BATCH) for name in row))
+        with readable(self.path):
+            return list(dict.fromkeys(name for row in islice(self._read(), BATCH) for name in row))
 
     def where(self, conditions: Sequence[Condition]) -> None:
         """Keep rows that fit all conditions; InputError for a column that is not there."""
