@@ -16,6 +16,7 @@ import click
 from stages.core.errors import InputError
 from stages.core.text.chat import encode_pairs
 from stages.core.text.messages import Dropped
+from stages.core.text.templates import tools_unseen
 from stages.knobs.tokenize_preferences import Knobs
 from stages.store.common import params
 from stages.store.common.command import Stage, say
@@ -62,6 +63,7 @@ def encode(tokenizer, max_length: int, batch: list, part: Part) -> None:
             rejected_ids=result.rejected_ids,
             margin=row.margin,
         )
+        part.tools_unseen += tools_unseen(tokenizer, [*row.prompt, *row.chosen], row.tools)
         part.sums["truncated"] += result.truncated
         part.sums["masked_by_offsets"] += result.route == "offsets"
 

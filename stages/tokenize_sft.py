@@ -17,6 +17,7 @@ import click
 from stages.core.errors import InputError
 from stages.core.text.chat import encode_conversations, encode_texts
 from stages.core.text.messages import Dropped
+from stages.core.text.templates import tools_unseen
 from stages.knobs.tokenize_sft import Knobs
 from stages.store.common import params
 from stages.store.common.command import Stage, say
@@ -61,11 +62,12 @@ def encode(tokenizer, sft, batch: list, part: Part) -> None:
         results = encode_conversations(
             tokenizer, conversations, sft.train_on, sft.max_length, tools
         )
-    for number, result in zip(numbers, results, strict=True):
+    for number, row, result in zip(numbers, kept, results, strict=True):
         if isinstance(result, Dropped):
             part.drop(number, result.reason)
             continue
         part.keep(input_ids=result.input_ids, labels=result.labels)
+        part.tools_unseen += tools_unseen(tokenizer, row.messages, row.tools)
         part.sums["tokens"] += len(result.input_ids)
         part.sums["trained_tokens"] += len(result.labels) - result.labels.count(-100)
         part.sums["truncated"] += result.truncated

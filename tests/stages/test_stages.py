@@ -912,6 +912,36 @@ def test_rows_that_are_dropped_are_counted_by_reason_and_printed(copy):
     assert "no row was kept of 1" in message
 
 
+def test_a_template_that_takes_no_notice_of_tools_is_said_once_with_the_rows(copy):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for stage, kind, knob in (
+        ("tokenize_sft", "sft", "sft__dataset"),
+        ("tokenize_preferences", "preferences", "preferences__dataset"),
+        ("rollout@1", "prompts", "prompts__dataset"),
+    ):
+        path = copy / "data" / "source" / f"{kind}.jsonl"
+        lines = (copy / "data" / "task" / f"{kind}.jsonl").read_text().splitlines()[:40]
+        told = [json.dumps(json.loads(line) | {"tools": tools}) for line in lines[:4]]
+        path.write_text("\n".join([*told, *lines[4:]]) + "\n")
+        output = succeed(copy, stage, **{knob: f"data/source/{kind}.jsonl"})
+        found = figures(copy, stage.replace("@", "/"))
+        assert found.get("prompts", found)["tools_unseen"] == 4
+        assert output.count("takes no notice of the tools of 4 rows") == 1
+
+
+def test_a_call_that_the_template_leaves_out_drops_the_row_in_its_stage(copy):
+    path = copy / "data" / "source" / "calls.jsonl"
+    good = (copy / "data" / "task" / "sft.jsonl").read_text().splitlines()[0]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}
+    turns = [{"role": "user", "content": "q"}, call, {"role": "tool", "content": "seen"}]
+    answered = [*turns, {"role": "assistant", "content": "a"}]
+    path.write_text("\n".join([good, json.dumps({"messages": answered})]) + "\n")
+    succeed(copy, "tokenize_sft", sft__dataset="data/source/calls.jsonl")
+    found = figures(copy, "tokenize_sft")
+    assert found["dropped_by_reason"] == {"the chat template does not show tool calls": 1}
+    assert (found["rows"], found["kept"]) == (2, 1)
+
+
 # Numbers that are not finite.
 
 # At this rate one step takes the weights so far that the next loss overflows.

@@ -25,6 +25,7 @@ from stages.core.text.messages import (
 )
 
 SAMPLED_ROWS = 1000
+MOST_REASONS = 20
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,17 @@ def canonical(layout: Layout, row: dict) -> CanonicalRow:
         return Dropped(str(error))
 
 
+def count_reason(reasons: Counter[str], reason: str) -> str:
+    """Count a dropped row, and say under which reason: the first ones, all further ones as one.
+
+    Data may have got into a reason, so that without a limit there may be as many as rows.
+    """
+    if reason not in reasons and len(reasons) >= MOST_REASONS:
+        reason = "other reasons"
+    reasons[reason] += 1
+    return reason
+
+
 def _canonical_rows(layout: Layout, rows, source: str) -> Iterator[tuple[int, CanonicalRow]]:
     reasons: Counter = Counter()
     usable = False
@@ -103,7 +115,7 @@ def _canonical_rows(layout: Layout, rows, source: str) -> Iterator[tuple[int, Ca
         except InputError as error:
             raise InputError(f"{source}: row {number}: {error}") from error
         if isinstance(result, Dropped):
-            reasons[result.reason] += 1
+            count_reason(reasons, result.reason)
         else:
             usable = True
         yield number, result
@@ -114,23 +126,27 @@ def _canonical_rows(layout: Layout, rows, source: str) -> Iterator[tuple[int, Ca
 
 
 def _sft(layout: Layout, values: dict) -> SftRow:
-    tools = clean_tools(values.get("tools"))
+    if layout.name == "text":
+        return SftRow(text=_text(values, "text"))
+    messages = _with_system(values, _conversation(layout, values))
+    return SftRow(messages=messages, tools=clean_tools(values.get("tools")))
+
+
+def _conversation(layout: Layout, values: dict) -> list[Message]:
     match layout.name:
-        case "text":
-            return SftRow(text=_text(values, "text"))
         case "messages" | "sharegpt":
-            return SftRow(messages=_turns(next(iter(values.values()))), tools=tools)
+            return _turns(next(iter(values.values())))
         case "alpaca":
             parts = [_text(values, "instruction"), values.get("input") or ""]
             question = "\n\n".join(part for part in parts if part.strip())
-            return SftRow(messages=[_user(question), _assistant(_text(values, "output"))])
+            history = _history(values.get("history"))
+            return [*history, _user(question), _assistant(_text(values, "output"))]
         case "question_answer":
             answer = _answer(values["answer"])
             if not answer.strip():
                 raise Unusable("'answer' is empty")
-            return SftRow(messages=[_user(_text(values, "question")), _assistant(answer)])
-    prompt = _spoken(values, "prompt", _user)
-    return SftRow(messages=prompt + _spoken(values, "completion", _assistant), tools=tools)
+            return [_user(_text(values, "question")), _assistant(answer)]
+    return _spoken(values, "prompt", _user) + _spoken(values, "completion", _assistant)
 
 
 def _preference(layout: Layout, values: dict) -> PreferenceRow:
@@ -140,7 +156,9 @@ def _preference(layout: Layout, values: dict) -> PreferenceRow:
         prompt = _turns(prompt)
     sides = [values["chosen"], values["rejected"]]
     sides = [_turns(side) if isinstance(side, list) else side for side in sides]
-    return PreferenceRow(*split_pair(prompt, *sides), margin, clean_tools(values.get("tools")))
+    prompt, *answers = split_pair(prompt, *sides)
+    prompt = _with_system(values, prompt)
+    return PreferenceRow(prompt, *answers, margin, clean_tools(values.get("tools")))
 
 
 def _prompt(layout: Layout, values: dict) -> PromptRow:
@@ -152,6 +170,7 @@ def _prompt(layout: Layout, values: dict) -> PromptRow:
         raise Unusable("no turn before the assistant's")
     answer = _answer(values["answer"]) if "answer" in values else None
     entry = _object(values["entry"]) if "entry" in values else None
+    messages = _with_system(values, messages)
     return PromptRow(messages, answer, entry, clean_tools(values.get("tools")))
 
 
@@ -165,6 +184,24 @@ def _spoken(values: dict, field: str, turn) -> list[Message]:
 
 def _turns(turns: list) -> list[Message]:
     return clean_messages([from_sharegpt(turn) for turn in turns])
+
+
+def _with_system(values: dict, messages: list[Message]) -> list[Message]:
+    """The messages after the row's own system prompt, unless they have one already."""
+    system = values.get("system", "")
+    if not system.strip() or any(turn["role"] in ("system", "developer") for turn in messages):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _history(value) -> list[Message]:
+    """Earlier turns out of [question, answer] pairs, or their JSON."""
+    pairs = _decoded(value) if value else []
+    known = isinstance(pairs, list) and all(isinstance(pair, list) for pair in pairs)
+    if not known or any(len(pair) != 2 for pair in pairs):
+        raise Unusable("'history' is no list of [question, answer] pairs")
+    turns = [(_user(question), _assistant(answer)) for question, answer in pairs]
+    return clean_messages(list(chain(*turns))) if turns else []
 
 
 def _user(content: str) -> Message:
@@ -202,10 +239,15 @@ def _margin(value) -> float:
 
 
 def _object(value) -> dict:
-    try:
-        value = json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError:
-        value = None
+    value = _decoded(value)
     if not isinstance(value, dict):
         raise Unusable("'entry' is no JSON object")
     return value
+
+
+def _decoded(value):
+    """A value, decoded where it is JSON text; None where that is broken."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError:
+        return None

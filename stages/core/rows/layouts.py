@@ -19,6 +19,7 @@ FIELD_TYPES = {
     "completion": TEXT_OR_TURNS,
     "chosen": TEXT_OR_TURNS,
     "rejected": TEXT_OR_TURNS,
+    "system": TEXT,
     "instruction": TEXT,
     "input": TEXT,
     "output": TEXT,
@@ -27,28 +28,29 @@ FIELD_TYPES = {
     "answer": ("text", "a number"),
     "entry": ("an object", "text"),
     "margin": ("a number", "text"),
+    "history": ("a list", "text"),
     "tools": ("a list", "text"),
 }
 
 # kind -> format -> (fields that it needs, fields that it may have); the first that fits is taken.
 FORMATS = {
     "sft": {
-        "messages": (("messages",), ("tools",)),
-        "sharegpt": (("conversations",), ("tools",)),
-        "prompt_completion": (("prompt", "completion"), ("tools",)),
-        "alpaca": (("instruction", "output"), ("input",)),
-        "question_answer": (("question", "answer"), ()),
+        "messages": (("messages",), ("system", "tools")),
+        "sharegpt": (("conversations",), ("system", "tools")),
+        "prompt_completion": (("prompt", "completion"), ("system", "tools")),
+        "alpaca": (("instruction", "output"), ("system", "history", "input")),
+        "question_answer": (("question", "answer"), ("system",)),
         "text": (("text",), ()),
     },
     "preferences": {
-        "prompted_pair": (("prompt", "chosen", "rejected"), ("margin", "tools")),
-        "pair": (("chosen", "rejected"), ("margin", "tools")),
+        "prompted_pair": (("prompt", "chosen", "rejected"), ("margin", "system", "tools")),
+        "pair": (("chosen", "rejected"), ("margin", "system", "tools")),
     },
     "prompts": {
-        "prompt": (("prompt",), ("answer", "entry", "tools")),
-        "question": (("question",), ("answer", "entry", "tools")),
-        "messages": (("messages",), ("answer", "entry", "tools")),
-        "sharegpt": (("conversations",), ("answer", "entry", "tools")),
+        "prompt": (("prompt",), ("answer", "entry", "system", "tools")),
+        "question": (("question",), ("answer", "entry", "system", "tools")),
+        "messages": (("messages",), ("answer", "entry", "system", "tools")),
+        "sharegpt": (("conversations",), ("answer", "entry", "system", "tools")),
     },
 }
 

@@ -23,9 +23,15 @@ from stages.core.text.masks import (
     render_turns,
     tokenize,
 )
-from stages.core.text.messages import Dropped, Message, Unusable, clean_messages
-from stages.core.text.templates import (
+from stages.core.text.messages import (
     REASONING_FIELDS,
+    Dropped,
+    Message,
+    Unusable,
+    clean_messages,
+    says_something,
+)
+from stages.core.text.templates import (
     WithTools,
     adapt,
     adds_bos,
@@ -124,8 +130,9 @@ def encode_conversations(
     - "all" trains every id of the render.
 
     An untruncated row has one trained stop token at the end of its last trained turn. Dropped:
-    rows without an assistant turn, that the template refuses, whose answer holds the text of a
-    stop token, without an exact mask, or without a target once cut.
+    rows without an assistant turn, that the template refuses or whose tool calls it leaves out,
+    with an answer to train that is empty or holds the text of a stop token, without an exact mask,
+    or without a target once cut. Turns that are not trained may be empty.
     """
     _check_fast(tokenizer)
     stops, header = _stops(tokenizer), header_of(tokenizer)
@@ -217,7 +224,7 @@ def _trained_turns(messages, train_on: TrainOn, stops: Stops) -> tuple[list[Mess
     messages = messages[: turns[-1] + 1]
     turns = {"last_assistant": turns[-1:], "all_assistants": turns}[train_on]
     for turn in turns:
-        _check_no_stop(messages[turn], stops)
+        _check_answer(messages[turn], stops)
     return messages, turns
 
 
@@ -230,11 +237,13 @@ def _side_turns(
     if not answer or any(messages[turn]["role"] != "assistant" for turn in turns):
         raise Unusable("an answer does not start and end with an assistant turn")
     for message in messages[len(prompt) :]:
-        _check_no_stop(message, stops)
+        _check_answer(message, stops)
     return messages, turns
 
 
-def _check_no_stop(message: Message, stops: Stops) -> None:
+def _check_answer(message: Message, stops: Stops) -> None:
+    if message["role"] == "assistant" and not says_something(message):
+        raise Unusable("an empty answer")
     said = [message.get(key) for key in ("content", *REASONING_FIELDS)]
     for stop in stops.values():
         if any(stop in text for text in said if isinstance(text, str)):
@@ -255,6 +264,7 @@ def _answers(tokenizer, row: Rendered, stops: Stops) -> Encoded:
     for number in range(len(row.turns)):
         start, route = answer_start(tokenizer, row, number)
         end = answer_end(tokenizer, row, number, start, stops)
+        _check_shown(ids[start:end], stops)
         labels[start:end] = ids[start:end]
         routes.add(route)
     if not _stopped(ids[start:end], stops):
@@ -271,11 +281,18 @@ def _side(tokenizer, row: Rendered, stops: Stops) -> tuple[list[int], list[int],
     end = answer_end(tokenizer, row, -1, start, stops)
     ids = row.ids
     eos = [] if _stopped(ids[start:end], stops) else [_eos(tokenizer)]
+    _check_shown(ids[start:end], stops)
     return ids[:split], ids[split:end] + eos, route
 
 
 def _stopped(ids: list[int], stops: Stops) -> bool:
     return bool(ids) and ids[-1] in stops
+
+
+def _check_shown(ids: list[int], stops: Stops) -> None:
+    said = ids[:-1] if _stopped(ids, stops) else ids
+    if not said:
+        raise Unusable("the chat template shows nothing of an answer")
 
 
 def _joined(chosen, rejected, max_length: int | None) -> EncodedPair:

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 Message = dict
 
 FUNCTION_KEYS = ("name", "arguments")
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+SHOWN = 40  # characters of data in a reason
 
+# Compared in lower case.
 ROLES = {
     "system": "system",
     "developer": "developer",
@@ -91,6 +94,12 @@ def kind_of(value) -> str:
     return kinds.get(type(value), f"a {type(value).__name__}")
 
 
+def shown(value) -> str:
+    """A value in a reason: as Python writes it, so without control characters, and cut."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
 def drop_nulls(value):
     """The value without the keys that hold null, at any depth; nulls in lists stay."""
     if isinstance(value, dict):
@@ -100,6 +109,13 @@ def drop_nulls(value):
     return value
 
 
+def says_something(message: Message) -> bool:
+    """Whether a clean message has text, reasoning or a tool call."""
+    if message["content"].strip() or message.get("tool_calls"):
+        return True
+    return any(message.get(field) for field in REASONING_FIELDS)
+
+
 def from_sharegpt(turn):
     """A turn with `from` and `value` as one with `role` and `content`; others as they are.
 
@@ -107,8 +123,10 @@ def from_sharegpt(turn):
     """
     if not isinstance(turn, dict) or "role" in turn or "from" not in turn:
         return turn
-    role, value = turn["from"], turn.get("value")
-    if role != "function_call":
+    if "value" not in turn:
+        raise Unusable("a message without 'value'")
+    role, value = turn["from"], turn["value"]
+    if not isinstance(role, str) or role.lower() != "function_call":
         return {"role": role, "content": value}
     try:
         calls = json.loads(value) if isinstance(value, str) else value
@@ -122,13 +140,16 @@ def _clean_message(message) -> Message:
     if not isinstance(message, dict):
         raise Unusable(f"a message is {kind_of(message)}, expected an object")
     role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise Unusable(f"unknown role {role!r}")
+    known = ROLES.get(role.lower()) if isinstance(role, str) else None
+    if known is None:
+        raise Unusable(f"unknown role {shown(role)}")
     clean = {key: drop_nulls(value) for key, value in message.items() if value is not None}
-    clean |= {"role": ROLES[role], "content": text_of(message.get("content"))}
+    clean |= {"role": known, "content": text_of(message.get("content"))}
     calls = clean.pop("tool_calls", None)
     if calls:
         clean["tool_calls"] = [_clean_call(call) for call in calls]
+    if "content" not in message and not says_something(clean):
+        raise Unusable("a message without 'content'")
     return clean
 
 
@@ -139,7 +160,7 @@ def _part_text(part) -> str:
         raise Unusable(f"a content part is {kind_of(part)}, expected a text part")
     kind = part.get("type") or "text"
     if kind != "text":
-        raise Unusable(f"a content part of type {kind!r}, expected 'text'")
+        raise Unusable(f"a content part of type {shown(kind)}, expected 'text'")
     return text_of(part.get("text"))
 
 

@@ -9,19 +9,25 @@ A tokenizer without a template is rendered with PLAIN_TEMPLATE, so that everythi
     <answer><eos>
 
 The header ends with a newline, which no common tokenizer joins with the word that follows (it does
-join a space). A BOS stands at the start only where the tokenizer adds one by itself.
+join a space). A BOS stands at the start only where the tokenizer adds one by itself. Tools that a
+row brings come before all turns, under "Tools:" as JSON, one a line, and a blank line; a tool call
+follows the content of its turn as JSON in a line of its own.
 """
 
 import json
+from collections.abc import Callable
+from itertools import count
 from os.path import commonprefix
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from stages.core.errors import InputError
-from stages.core.text.messages import Message, Unusable
+from stages.core.text.messages import REASONING_FIELDS, Message, Unusable
 
 PLAIN_TEMPLATE = (
     "{%- if write_bos %}{{ bos_token }}{% endif -%}"
+    "{%- if tools %}{{ 'Tools:\\n' }}"
+    "{%- for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}{{ '\\n' }}{% endif -%}"
     "{%- for message in messages -%}"
     "{%- if not loop.first %}{{ '\\n\\n' }}{% endif -%}"
     "{{- message.role | capitalize + ':\\n' + message.content -}}"
@@ -31,13 +37,13 @@ PLAIN_TEMPLATE = (
     "{%- if add_generation_prompt %}{{ '\\n\\nAssistant:\\n' }}{% endif -%}"
 )
 
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 REASONING_TAGS = {
     "</think>": "<think>",
     "</thinking>": "<thinking>",
     "</reasoning>": "<reasoning>",
     "[/THINK]": "[THINK]",
 }
+OTHER_CALL = "call_number_{}_of_this_row"
 
 
 class WithTools:
@@ -75,6 +81,18 @@ def render(tokenizer, messages: list[Message], *, header: bool = False) -> str:
         raise Unusable(f"the chat template refuses it: {reason}") from error
     check_unicode(text)
     return text
+
+
+def tools_unseen(tokenizer, messages: list[Message], tools: list[dict] | None) -> bool:
+    """Whether a row brings tools of which the template takes no notice."""
+    if not tools:
+        return False
+    told = WithTools(tokenizer, tools)
+    try:
+        messages = adapt(told, messages)
+        return render(told, messages) == render(tokenizer, messages)
+    except Unusable:
+        return False
 
 
 def render_prompt(tokenizer, messages: list[Message]) -> str:
@@ -126,9 +144,13 @@ def adapt(tokenizer, messages: list[Message]) -> list[Message]:
     - A template that prints tool arguments as a Python dict, or wants text, gets them as JSON text.
     - An answer «plan </think> result», whose opening tag stood in the generation header when it was
       sampled, gets the tag back where the template would put an empty block before it.
+
+    Raises Unusable where the template leaves out a tool call.
     """
-    if any("tool_calls" in message for message in messages) and not _takes_objects(tokenizer):
-        messages = [_with_text_arguments(message) for message in messages]
+    if any("tool_calls" in message for message in messages):
+        if not _takes_objects(tokenizer):
+            messages = [_with_text_arguments(message) for message in messages]
+        _check_calls_shown(tokenizer, messages)
     return [_with_opening_tag(tokenizer, message) for message in messages]
 
 
@@ -190,6 +212,21 @@ def _takes_objects(tokenizer) -> bool:
     return "'key'" not in text
 
 
+def _check_calls_shown(tokenizer, messages: list[Message]) -> None:
+    """Unusable unless each call is in the render; words of its own tell it from the text."""
+    numbers = count()
+
+    def other(function):
+        word = OTHER_CALL.format(next(numbers))
+        as_object = isinstance(function["arguments"], dict)
+        arguments = {word: word}
+        return {"name": word, "arguments": arguments if as_object else json.dumps(arguments)}
+
+    text = render(tokenizer, [_with_functions(message, other) for message in messages])
+    if not all(OTHER_CALL.format(number) in text for number in range(next(numbers))):
+        raise Unusable("the chat template does not show tool calls")
+
+
 def _calling(word: str) -> Message:
     """An assistant turn whose one call says `word` as name, key and value."""
     function = {"name": word, "arguments": {word: word}}
@@ -198,13 +235,20 @@ def _calling(word: str) -> Message:
 
 
 def _with_text_arguments(message: Message) -> Message:
+    def text(function):
+        return {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+
+    return _with_functions(message, text)
+
+
+def _with_functions(message: Message, change: Callable[[dict], dict]) -> Message:
+    """The message with what `change` makes of each called function put into it."""
     if "tool_calls" not in message:
         return message
     calls = []
     for call in message["tool_calls"]:
         function = call["function"]
-        text = json.dumps(function["arguments"], ensure_ascii=False)
-        calls.append({**call, "function": {**function, "arguments": text}})
+        calls.append({**call, "function": function | change(function)})
     return {**message, "tool_calls": calls}
 
 

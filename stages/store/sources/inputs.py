@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pyarrow as pa
 
-from stages.core.rows.canonical import CanonicalRow, open_rows
+from stages.core.rows.canonical import CanonicalRow, count_reason, open_rows
 from stages.core.text.messages import Dropped
 from stages.knobs.base import Source
 from stages.store.common.command import progress, spelled_out
@@ -21,11 +21,14 @@ EMBEDDED = "task"
 
 
 class Intake:
-    """Counts what became of one source's rows: rows in = rows kept + rows dropped, by reason."""
+    """Counts what became of one source's rows: rows in = rows kept + rows dropped, by reason.
+
+    `tools_unseen` are rows kept with tools of which the chat template takes no notice.
+    """
 
     def __init__(self, name: str):
         self.name = name
-        self.rows = self.kept = 0
+        self.rows = self.kept = self.tools_unseen = 0
         self.dropped: Counter[str] = Counter()
         self.first: dict[str, int] = {}
 
@@ -35,7 +38,7 @@ class Intake:
 
     def drop(self, row_number: int, reason: str) -> None:
         self.rows += 1
-        self.dropped[reason] += 1
+        reason = count_reason(self.dropped, spelled_out(reason))
         self.first.setdefault(reason, row_number)
 
     def figures(self) -> dict:
@@ -45,6 +48,7 @@ class Intake:
             "kept": self.kept,
             "dropped": sum(self.dropped.values()),
             "dropped_by_reason": dict(sorted(self.dropped.items())),
+            "tools_unseen": self.tools_unseen,
         }
 
     def report(self) -> None:
@@ -52,6 +56,9 @@ class Intake:
         for reason, count in sorted(self.dropped.items()):
             first = f"first: row {self.first[reason]}"
             click.echo(spelled_out(f"{self.name}: dropped {count} rows: {reason} ({first})"))
+        if self.tools_unseen:
+            found = f"takes no notice of the tools of {self.tools_unseen} rows"
+            click.echo(spelled_out(f"{self.name}: the chat template {found}"))
 
 
 def open_source(
@@ -94,6 +101,7 @@ class Part:
     columns: dict[str, list]
     dropped: list[tuple[int, str]] = field(default_factory=list)
     sums: Counter = field(default_factory=Counter)
+    tools_unseen: int = 0
 
     def drop(self, row_number: int, reason: str) -> None:
         self.dropped.append((row_number, reason))
@@ -115,8 +123,9 @@ def tokenized(
     `encode(rows, part)` takes up to 256 rows and says to `part` what becomes of each.
     """
     work = partial(_encoded, encode, schema)
-    for batch, dropped, more in in_order(work, batches(progress(rows, "tokenize"))):
+    for batch, dropped, more, unseen in in_order(work, batches(progress(rows, "tokenize"))):
         intake.keep(batch.num_rows)
+        intake.tools_unseen += unseen
         for row_number, reason in dropped:
             intake.drop(row_number, reason)
         sums.update(more)
@@ -126,7 +135,8 @@ def tokenized(
 def _encoded(encode: Callable, schema: pa.Schema, rows: list):
     part = Part({name: [] for name in schema.names})
     encode(rows, part)
-    return pa.RecordBatch.from_pydict(part.columns, schema=schema), part.dropped, part.sums
+    batch = pa.RecordBatch.from_pydict(part.columns, schema=schema)
+    return batch, part.dropped, part.sums, part.tools_unseen
 
 
 def usable(batch: list, intake: Intake | Part) -> tuple[list[int], list]:

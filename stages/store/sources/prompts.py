@@ -7,6 +7,7 @@ from stages.core.rollouts.engine import Prompt
 from stages.core.rollouts.rewards import Rules
 from stages.core.text.chat import encode_prompts
 from stages.core.text.messages import Dropped
+from stages.core.text.templates import tools_unseen
 from stages.knobs.base import Source
 from stages.store.sources.inputs import Intake, batches, open_source, usable
 
@@ -28,6 +29,7 @@ def load_prompts(
                 intake.drop(number, f"prompt longer than {max_length} tokens")
             else:
                 intake.keep()
+                intake.tools_unseen += tools_unseen(tokenizer, row.messages, row.tools)
                 prompts.append(
                     Prompt(number, encoded, tokenizer.decode(encoded), row.answer, row.entry)
                 )

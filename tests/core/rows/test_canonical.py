@@ -114,6 +114,102 @@ def test_rows_that_cannot_be_used_are_dropped_one_by_one(row, reason):
     ]
 
 
+@pytest.mark.parametrize(
+    ("human", "gpt", "call"),
+    [("human", "gpt", "function_call"), ("Human", "GPT", "Function_Call")],
+)
+def test_sharegpt_roles_are_compared_in_lower_case(human, gpt, call):
+    turns = [
+        {"from": human, "value": "q"},
+        {"from": call, "value": '{"name": "f"}'},
+        {"from": gpt, "value": "good"},
+    ]
+    _, row = only("sft", {"conversations": turns})
+    assert [turn["role"] for turn in row.messages] == ["user", "assistant", "assistant"]
+    assert row.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+
+
+@pytest.mark.parametrize(
+    ("turn", "result"),
+    [
+        ({"from": "gpt"}, Dropped("a message without 'value'")),
+        ({"from": "gpt", "content": "good"}, Dropped("a message without 'value'")),
+        ({"from": "function_call"}, Dropped("a message without 'value'")),
+        ({"role": "assistant", "value": "good"}, Dropped("a message without 'content'")),
+        ({"role": "assistant"}, Dropped("a message without 'content'")),
+        (
+            {"from": "gpt", "value": None},
+            SftRow(messages=[USER, {"role": "assistant", "content": ""}]),
+        ),
+        (
+            {"role": "assistant", "content": None},
+            SftRow(messages=[USER, {"role": "assistant", "content": ""}]),
+        ),
+    ],
+)
+def test_a_turn_without_its_text_is_dropped_where_null_is_empty(turn, result):
+    assert only("sft", {"conversations": [USER, turn]})[1] == result
+
+
+SYSTEMS = [
+    ("sft", {"messages": [USER, GOOD]}),
+    ("sft", {"conversations": [USER, GOOD]}),
+    ("sft", {"prompt": "q", "completion": "good"}),
+    ("sft", {"prompt": [USER], "completion": [GOOD]}),
+    ("sft", {"instruction": "q", "output": "good"}),
+    ("sft", {"question": "q", "answer": "good"}),
+    ("preferences", {"prompt": "q", "chosen": "good", "rejected": "bad"}),
+    ("preferences", {"chosen": [USER, GOOD], "rejected": [USER, BAD]}),
+    ("prompts", {"prompt": "q"}),
+    ("prompts", {"question": "q"}),
+    ("prompts", {"messages": [USER]}),
+    ("prompts", {"conversations": [USER]}),
+]
+
+
+@pytest.mark.parametrize(("kind", "row"), SYSTEMS)
+def test_a_system_column_opens_the_conversation_in_every_format(kind, row):
+    def opening(system):
+        result = only(kind, row | {"system": system})[1]
+        return result.prompt if kind == "preferences" else result.messages
+
+    assert opening("s")[:2] == [SYSTEM, USER]
+    for blank in ("", " ", None):
+        assert opening(blank)[0] == USER
+    assert detect(kind, [row | {"system": "s"}]).unread == ()
+
+
+def test_a_conversation_with_a_system_turn_keeps_its_own():
+    for own in (SYSTEM, {"role": "developer", "content": "s"}):
+        _, row = only("sft", {"messages": [own, USER, GOOD], "system": "other"})
+        assert row.messages == [own, USER, GOOD]
+
+
+PAIRS = [["one", "two"], ["three", None]]
+
+
+@pytest.mark.parametrize("history", [PAIRS, json.dumps(PAIRS)])
+def test_alpaca_history_becomes_the_turns_before(history):
+    row = {"instruction": "q", "output": "good", "history": history, "system": "s"}
+    said = ["s", "one", "two", "three", "", "q", "good"]
+    roles = ["system", *["user", "assistant"] * 3]
+    turns = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+    assert only("sft", row) == ("alpaca", SftRow(messages=turns))
+
+
+@pytest.mark.parametrize("history", [None, [], "", "[]"])
+def test_alpaca_without_history_is_one_question(history):
+    row = {"instruction": "q", "output": "good", "history": history}
+    assert only("sft", row)[1] == SftRow(messages=[USER, GOOD])
+
+
+@pytest.mark.parametrize("history", ["no json", "3", '{"a": 1}', [["q"]], ["qa"], [{"q": "a"}]])
+def test_alpaca_history_of_another_form_drops_the_row(history):
+    row = {"instruction": "q", "output": "good", "history": history}
+    reason = "'history' is no list of [question, answer] pairs"
+    assert only("sft", row)[1] == Dropped(reason)
+
+
 @pytest.mark.parametrize("blank", ["", " \n", None])
 @pytest.mark.parametrize("field", ["prompt", "completion"])
 def test_an_empty_cell_where_text_is_needed_drops_the_row(field, blank):

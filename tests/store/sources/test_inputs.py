@@ -5,7 +5,7 @@ import pytest
 from stages.core.errors import InputError
 from stages.core.rows.canonical import PreferenceRow, PromptRow, SftRow
 from stages.knobs.base import Source
-from stages.store.sources.inputs import open_source
+from stages.store.sources.inputs import Intake, open_source
 
 USER = {"role": "user", "content": "q"}
 GOOD = {"role": "assistant", "content": "good"}
@@ -54,6 +54,33 @@ def test_columns_that_go_by_another_name_are_named_by_a_knob_and_printed(
 def test_columns_that_no_field_takes_are_printed(tmp_path, capsys):
     opened(tmp_path, "sft", {"prompt": "q", "completion": "good", "topic": "x"})
     assert "rows in format 'prompt_completion'; not read: topic" in capsys.readouterr().out
+
+
+def test_reasons_are_few_and_add_up_whatever_the_rows_hold(capsys):
+    intake = Intake("rows.jsonl")
+    intake.keep(2)
+    for number in range(300):
+        intake.drop(number, f"unknown role 'r{number}'")
+        intake.drop(number, "a message is null")
+    intake.tools_unseen = 2
+    intake.report()
+    figures, printed = intake.figures(), capsys.readouterr().out.splitlines()
+    reasons = figures["dropped_by_reason"]
+    assert (figures["rows"], figures["kept"], figures["dropped"]) == (602, 2, 600)
+    assert sum(reasons.values()) == 600 and reasons["a message is null"] == 300
+    assert len(reasons) == len(printed) - 1 == 21
+    assert (reasons["other reasons"], reasons["unknown role 'r0'"]) == (281, 1)
+    assert "rows.jsonl: dropped 281 rows: other reasons (first: row 19)" in printed
+    assert printed[-1] == "rows.jsonl: the chat template takes no notice of the tools of 2 rows"
+    assert figures["tools_unseen"] == 2
+
+
+def test_control_characters_in_a_reason_are_spelled_out():
+    intake = Intake("rows.jsonl")
+    intake.drop(1, "the chat template refuses it: \x1b[31m")
+    assert list(intake.figures()["dropped_by_reason"]) == [
+        r"the chat template refuses it: \x1b[31m"
+    ]
 
 
 @pytest.mark.parametrize(
