@@ -691,6 +691,18 @@ def test_c10_a_call_without_text_does_not_repeat_the_text_before_it():
     assert trained(tokenizer, row) == ["before<|im_end|>", "(f)<|im_end|>"]
 
 
+def test_c10_a_template_that_writes_calls_as_python_does_gets_its_arguments_as_objects():
+    template = CHATML.replace(
+        "{{ m.content }}",
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}("
+        "{% for key, value in c.function.arguments.items() %}{{ key }}='{{ value }}'"
+        "{% endfor %}){% endfor %}",
+    )
+    tokenizer = byte_tokenizer(template)
+    row = every(tokenizer, tool_talk({"city": "Bonn"}))
+    assert trained(tokenizer, row)[0] == "f(city='Bonn')<|im_end|>"
+
+
 FIRST_CALL_ONLY = CHATML.replace(
     "{{ m.content }}", "{{ m.content or (m.tool_calls or [''])[0] | tojson }}"
 )
