@@ -24,7 +24,7 @@ a figure is the median of warm steps. SFT and reward model take 16 rows or pairs
 rounds through files), of up to 12 tokens, in micro-batches of 16. SFT learns the answers alone, as
 the pipeline does; TRL learns every token of a row, and "every token trained" is this project doing
 so too. Ratios are this project over the peer, more being better; for four rounds the ratio is the
-loop's time over that of the stages' processes.
+loop's time over that of the stages' processes. MB is the peak of the largest process.
 """
 
 
