@@ -58,7 +58,7 @@ def make_up(path: Path) -> None:
             (path / name).write_text(str(path / name))
 
 
-def idle(folder: Path, times: int = 5) -> dict:
+def idle(folder: Path, times: int = 3) -> dict:
     """Median seconds of `dvc repro`, after one that fills DVC's own memory; its peak."""
     seconds = []
     for _ in range(times + 1):

@@ -33,7 +33,7 @@ TABLE = ROOT / "docs" / "benchmarks.json"
 ROUND = {"tiny": (16, 8), "smollm2": (8, 8)}
 STEPS = {
     "tiny": {"sft": 60, "reward": 40, "grpo": 8},
-    "smollm2": {"sft": 4, "reward": 3, "grpo": 2},
+    "smollm2": {"sft": 3, "reward": 3, "grpo": 2},
 }
 TURNS = 2
 
