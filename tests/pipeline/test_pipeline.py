@@ -154,6 +154,10 @@ def test_metrics_experiments_and_plots_can_be_read(repository):
 
     experiments = json.loads(dvc(repository, "exp", "show", "--json").stdout)
     assert experiments[0]["rev"] == "workspace" and not experiments[0].get("error")
+    table = dvc(repository, "exp", "show", "--csv", "--drop", ".*(round-|/).*").stdout
+    columns = table.partition("\n")[0].split(",")
+    assert {"accuracy_gain", "final_reward", "ppo_epochs"} <= set(columns)
+    assert not [name for name in columns if "/" in name]
 
     plots = dvc(repository, "plots", "show", "--json").stdout
     drawn = json.loads(plots[plots.index("{") :])
