@@ -14,6 +14,8 @@ from pyarrow import ArrowException
 from stages.core.errors import InputError
 from stages.store.sources.formats import FORMATS, Rows, format_of
 
+# What params.yaml says of each source; rows that have no splits are taken for it.
+DEFAULT_SPLITS = (None, "train", "test")
 FOLDER_FILES = ("dataset_info.json", "dataset_dict.json")
 BATCH = 256
 
@@ -43,9 +45,10 @@ def read_rows(
         return _dataset_rows(dataset, rows, max_samples, seed)
     if not path.is_file():
         raise InputError(f"{dataset}: no such file")
-    for knob, value in (("name", name), ("revision", revision), ("split", split)):
-        if value is not None and (knob, value) != ("split", "train"):
+    for knob, value in (("name", name), ("revision", revision)):
+        if value is not None:
             raise InputError(f"{dataset}: {knob} is {value!r}, but a file has none; expected null")
+    _check_no_split(dataset, split)
     return _file_rows(FORMATS[format_of(path)], path, max_samples, seed)
 
 
@@ -103,13 +106,17 @@ def _open_dataset(dataset: str, path: Path, split, name, revision):
 
 def _one_split(dataset: str, found, split: str | None):
     if not isinstance(found, dict):
-        if split not in (None, "train"):
-            raise InputError(f"{dataset}: has no splits, found {split!r} asked for; expected null")
+        _check_no_split(dataset, split)
         return found
     wanted = split or (next(iter(found)) if len(found) == 1 else "train")
     if wanted not in found:
         raise InputError(f"{dataset}: has no split {wanted!r}; expected one of {sorted(found)}")
     return found[wanted]
+
+
+def _check_no_split(dataset: str, split: str | None) -> None:
+    if split not in DEFAULT_SPLITS:
+        raise InputError(f"{dataset}: has no splits, found {split!r}; expected train or test")
 
 
 def _dataset_rows(dataset: str, rows, max_samples: int | None, seed: int):

@@ -123,6 +123,7 @@ def test_a_save_to_disk_folder_is_read_with_its_split(tmp_path):
         read(tmp_path / "two", split="dev")
     with pytest.raises(InputError, match="has no splits"):
         read(tmp_path / "one", split="dev")
+    assert read(tmp_path / "one", split="test") == expected
 
 
 # Bad files -----------------------------------------------------------------------------------
@@ -230,12 +231,14 @@ def test_a_folder_that_is_no_dataset_is_an_error(tmp_path):
         read(tmp_path)
 
 
-@pytest.mark.parametrize("knob", ["name", "revision", "split"])
-def test_a_knob_for_the_hub_is_refused_for_a_file(tmp_path, knob):
+def test_a_knob_for_the_hub_is_refused_for_a_file_but_the_usual_splits(tmp_path):
     path = written(tmp_path / "rows.jsonl", jsonl(ROWS))
-    with pytest.raises(InputError, match=f"{knob} is 'x', but a file has none"):
-        read(path, **{knob: "x"})
-    assert len(read(path, split="train")) == 3
+    for knob in ("name", "revision"):
+        with pytest.raises(InputError, match=f"{knob} is 'x', but a file has none"):
+            read(path, **{knob: "x"})
+    with pytest.raises(InputError, match="has no splits, found 'x'; expected train or test"):
+        read(path, split="x")
+    assert len(read(path, split="train")) == len(read(path, split="test")) == 3
 
 
 # Samples -------------------------------------------------------------------------------------
