@@ -33,7 +33,7 @@ TABLE = ROOT / "docs" / "benchmarks.json"
 ROUND = {"tiny": (16, 8), "smollm2": (8, 8)}
 STEPS = {
     "tiny": {"sft": 60, "reward": 40, "grpo": 8},
-    "smollm2": {"sft": 3, "reward": 3, "grpo": 2},
+    "smollm2": {"sft": 3, "reward": 2, "grpo": 2},
 }
 TURNS = 2
 
@@ -94,11 +94,11 @@ def row(work: str, model: str, unit: str, figure: str, ours: dict, peer: dict, n
 
 def sft(bench: Bench, model: str) -> list[dict]:
     steps = ("--steps", STEPS[model]["sft"])
-    answers, every, peer = alternate(
+    answers, peer = alternate(
         lambda: bench.ours(model, "sft", *steps),
-        lambda: bench.ours(model, "sft", *steps, "--every-token"),
         lambda: bench.peer(model, "sft", "sft", *steps),
     )
+    every = bench.ours(model, "sft", *steps, "--every-token")
     kind = ("tokens/s", "tokens_s")
     rows = [
         row("SFT", model, *kind, answers, peer, "TRL"),
@@ -128,11 +128,11 @@ def grpo(bench: Bench, model: str) -> list[dict]:
     prompts, samples = ROUND[model]
     steps = ("--steps", STEPS[model]["grpo"])
     sizes = ("--prompts", prompts, "--samples", samples, "--max-new", 12)
-    ours, peer, loop = alternate(
+    ours, peer = alternate(
         lambda: bench.ours(model, "grpo", *steps, "--prompts", prompts),
         lambda: bench.peer(model, "grpo", "prompts", *steps, *sizes),
-        lambda: bench.peer(model, "loop", "prompts", *sizes),
     )
+    loop = bench.peer(model, "loop", "prompts", *sizes)
     tokens, learned = ("tokens/s", "rollout_tokens_s"), ("completions/s", "optimize_completions_s")
     return [
         row("rollout", model, *tokens, ours, peer, "TRL"),
@@ -190,7 +190,7 @@ def growth(bench: Bench) -> dict[str, list[dict]]:
         if not place.exists():
             place.symlink_to("tiny")
         figures = bench.ours(
-            "growing", "grpo", "--steps", 3, "--prompts", prompts, train_batch_size=64, batch_acc=1
+            "growing", "grpo", "--steps", 2, "--prompts", prompts, train_batch_size=64, batch_acc=1
         )
         for work in ("rollout", "optimize"):
             seconds = figures[f"{work}_s"]
