@@ -92,7 +92,7 @@ def test_queued_rounds_branch_and_shrink_and_can_be_compared(copy):
     diff = json.loads(dvc(copy, "params", "diff", "main", "smaller", "--json").stdout)
     assert diff == {"params.yaml": {"rounds.2": {"old": "models/policy/1", "new": None}}}
     diff = json.loads(dvc(copy, "metrics", "diff", "--json").stdout)
-    assert diff.keys() == {"metrics/round-3.json"}
+    assert diff.keys() == {"metrics/round-3.json", "metrics/summary.json"}
     reward = json.loads((copy / "metrics/round-3.json").read_text())["reward"]
     assert diff["metrics/round-3.json"]["reward"]["new"] == reward
     assert "metrics/round-3.json" in dvc(copy, "metrics", "diff", "--md").stdout
