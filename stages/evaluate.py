@@ -8,17 +8,18 @@ Writes  the answers, one greedy and some sampled a prompt (store/tables.py: EVAL
 Every policy is asked with the same random draws: what differs between two rounds is the policy.
 """
 
+import math
 import sys
 from pathlib import Path
 
 import click
 import torch
 
+from stages.core.chunks import chunks
 from stages.core.models.compute import accelerator as make_accelerator
 from stages.core.rollouts.engine import Prompt
 from stages.core.rollouts.rewards import Rules, find_verifier
 from stages.core.rollouts.sampling import Completion, Sampling, sample, uniforms
-from stages.core.training.steps import chunks
 from stages.knobs.evaluate import Knobs
 from stages.store.checkpoints import load_policy
 from stages.store.common import params
@@ -77,7 +78,8 @@ def answer_rows(model, tokenizer, verify, prompts, knobs: Knobs):
     at_once = max(1, knobs.evaluate.batch_size // count)
     shape = (count, knobs.max_new_tokens)
     asked = right = 0
-    bar = progress(chunks(list(range(len(prompts))), at_once), "evaluate")
+    parts = chunks(range(len(prompts)), at_once)
+    bar = progress(parts, "evaluate", math.ceil(len(prompts) / at_once))
     for numbers in bar:
         ids = [prompts[i].ids for i in numbers]
         draws = torch.stack([uniforms(knobs.seed, "evaluate", 0, i, shape) for i in numbers])

@@ -1,6 +1,8 @@
 """Stage `prepare_task`: generate the embedded task with reasoning-gym, without a network.
 
-Knobs   task, seed
+Reads   the first rows of each dataset that stands in place of the task's, to find a bad one before
+        anything trains
+Knobs   task, seed, where the rows of sft, preferences, prompts and evaluate come from
 Writes  data/task/{sft,preferences,prompts,heldout}.jsonl: questions that occur once in all of them;
         figures
 
@@ -12,12 +14,14 @@ from pathlib import Path
 
 import click
 
+from stages.core.errors import InputError
 from stages.core.task import generate
 from stages.knobs.prepare_task import Knobs
 from stages.store.common import params
 from stages.store.common.command import Stage, say
 from stages.store.common.files import replacing
 from stages.store.common.metrics import write_json
+from stages.store.sources.inputs import look_into
 
 
 @click.command(cls=Stage)
@@ -26,6 +30,7 @@ from stages.store.common.metrics import write_json
 def prepare_task(out: Path, figures: Path) -> None:
     """Generate the rows of the embedded task."""
     knobs = params.load(Knobs)
+    check_datasets(knobs)
     task = knobs.task
     sizes = {
         "heldout": task.heldout_rows,
@@ -42,6 +47,24 @@ def prepare_task(out: Path, figures: Path) -> None:
     found = {f"{name}_rows": len(rows) for name, rows in sets.items()}
     write_json(figures, found)
     say(found, task=task.name)
+
+
+def check_datasets(knobs: Knobs) -> None:
+    """Raise InputError with a line for each dataset that cannot be opened or read as rows."""
+    kinds = {
+        "sft": "sft",
+        "preferences": "preferences",
+        "prompts": "prompts",
+        "evaluate": "prompts",
+    }
+    problems = []
+    for section, kind in kinds.items():
+        try:
+            look_into(kind, getattr(knobs, section), knobs.seed)
+        except InputError as error:
+            problems.append(f"{section}: {error}")
+    if problems:
+        raise InputError("\n  ".join(["bad datasets", *problems]))
 
 
 if __name__ == "__main__":

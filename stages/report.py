@@ -51,7 +51,8 @@ def report(
     """Gather figures, curves and samples."""
     starts = dict(sorted(params.load(Knobs).rounds.items(), key=lambda pair: int(pair[0])))
     rounds = [int(key) for key in starts]
-    table = [round_row(figures, number) for number in [0, *rounds]]
+    found = {number: read_round(figures, number) for number in [0, *rounds]}
+    table = [round_row(number, stages) for number, stages in found.items()]
     sft, rm = read_json(figures / "train_sft.json"), read_json(figures / "train_rm.json")
     with replacing(metrics, folder=True) as folder:
         training = {f"sft_{name}": sft[name] for name in ("loss_first", "loss_last")}
@@ -69,7 +70,7 @@ def report(
                 add(row)
     run = Run(
         rounds=starts,
-        table=[row | details(figures, row["round"]) for row in table],
+        table=[row | details(found[row["round"]]) for row in table],
         sft=read_curve(curves / "train_sft.csv"),
         rm=read_curve(curves / "train_rm.csv"),
         steps=steps_of(curves, rounds),
@@ -92,27 +93,28 @@ def summary(table: list[dict]) -> dict:
     return found if first is None or last is None else found | {"accuracy_gain": last - first}
 
 
-def round_row(figures: Path, number: int) -> dict:
-    """The headline figures of a round; round 0 is the SFT policy, which was sampled by no round."""
-    found = read_json(figures / "evaluate" / f"{number or 'sft'}.json")
-    row = {"round": number} | {name: found[name] for name in EVALUATED}
-    scored = updated = {}
-    if number:
-        scored = read_json(figures / "score" / f"{number}.json")
-        updated = read_json(figures / "optimize" / f"{number}.json")
-    row["reward"] = scored.get("reward")
+def read_round(figures: Path, number: int) -> dict[str, dict]:
+    """Figures by stage; round 0 is the SFT policy, which was evaluated and sampled by no round."""
+    found = {"evaluate": read_json(figures / "evaluate" / f"{number or 'sft'}.json")}
+    for stage in ("rollout", "score", "optimize") if number else ():
+        found[stage] = read_json(figures / stage / f"{number}.json")
+    return found
+
+
+def round_row(number: int, stages: dict[str, dict]) -> dict:
+    """The headline figures of a round; what it has not is null."""
+    row = {"round": number} | {name: stages["evaluate"][name] for name in EVALUATED}
+    row["reward"] = stages.get("score", {}).get("reward")
     for name in ("kl_ref", "kl", "clipped_fraction", "entropy", "grad_norm"):
-        row[name] = updated.get(name)
+        row[name] = stages.get("optimize", {}).get(name)
     return row
 
 
-def details(figures: Path, number: int) -> dict:
+def details(stages: dict[str, dict]) -> dict:
     """More figures of a round, for the page alone; none of round 0."""
-    if not number:
+    if "rollout" not in stages:
         return {}
-    sampled = read_json(figures / "rollout" / f"{number}.json")
-    scored = read_json(figures / "score" / f"{number}.json")
-    updated = read_json(figures / "optimize" / f"{number}.json")
+    sampled, scored, updated = (stages[name] for name in ("rollout", "score", "optimize"))
     rules = ("reward_correctness", "reward_format", "reward_length")
     return (
         {name: sampled.get(name) for name in rules}

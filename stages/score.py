@@ -64,6 +64,7 @@ def score(
 
     critic_path = load_trainer(policy).critic
     shared = knobs.critic == "reward_model" and critic_path is None
+    fresh = knobs.critic == "policy" and critic_path is None  # its head is 0, and so are its values
     scores = values = log_probs = None
     if knobs.rewards.reward_model is not None or shared:
         model = load_scorer(reward_model, knobs.attention, accelerator.device, trust)
@@ -86,8 +87,6 @@ def score(
         model = load_scorer(critic_path, knobs.attention, accelerator.device, trust)
         values = each_batch("critic", model, lambda m, rows: scores_and_values(m, rows)[1])
         del model
-    elif knobs.critic == "policy":
-        values = fresh_values(rollouts)
 
     weights = knobs.rewards.model_dump()
     tally = {"reward": [], "reward_model": []}
@@ -100,6 +99,8 @@ def score(
                 row["reward"] = total_reward(row, weights)
                 row["log_probs_ref"] = None if log_probs is None else log_probs[index]
                 row["values_old"] = None if values is None else values[index]
+                if fresh:
+                    row["values_old"] = [0.0] * len(row["completion_ids"])
                 for name, kept in tally.items():
                     if row[name] is not None:
                         kept.append(row[name])
@@ -111,12 +112,6 @@ def score(
     found |= {name: sum(kept) / len(kept) if kept else None for name, kept in tally.items()}
     write_json(figures, found)
     say(found)
-
-
-def fresh_values(rollouts: Path) -> list[list[float]]:
-    """What a critic that starts from the policy expects: 0 everywhere, because its head is 0."""
-    batches = iterate_batches(rollouts, ROLLOUTS)
-    return [[0.0] * len(ids) for batch in batches for ids in batch["completion_ids"]]
 
 
 def read_rollout_provenance(path: Path) -> dict:

@@ -7,7 +7,6 @@ Writes  data/preferences/pairs.parquet (store/tables.py: PAIRS), figures of rows
 The split is left to `split_preferences`: another share must not tokenize again.
 """
 
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -36,16 +35,16 @@ def tokenize_preferences(task: Path, base: Path, out: Path, figures: Path) -> No
     knobs = params.load(Knobs)
     tokenizer = load_tokenizer(base, knobs.model.trust_remote_code)
     name, rows = open_source("preferences", knobs.preferences, task, knobs.seed)
-    intake, sums = Intake(name), Counter(truncated=0, masked_by_offsets=0)
+    intake = Intake(name, "truncated", "masked_by_offsets")
     encoding = partial(encode, tokenizer, knobs.preferences.max_length)
-    encoded = tokenized(rows, encoding, PAIRS, intake, sums)
+    encoded = tokenized(rows, encoding, PAIRS, intake)
     provenance = {"stage": "tokenize_preferences", "source": name, "tokenizer": str(base)}
     write_batches(out, PAIRS, encoded, provenance)
     intake.report()
     if not intake.kept:
         raise InputError(f"{name}: no pair was kept of {intake.rows}")
-    write_json(figures, intake.figures() | sums)
-    say(intake.figures() | sums)
+    write_json(figures, intake.figures())
+    say(intake.figures())
 
 
 def encode(tokenizer, max_length: int, batch: list, part: Part) -> None:
@@ -63,7 +62,7 @@ def encode(tokenizer, max_length: int, batch: list, part: Part) -> None:
             rejected_ids=result.rejected_ids,
             margin=row.margin,
         )
-        part.tools_unseen += tools_unseen(tokenizer, [*row.prompt, *row.chosen], row.tools)
+        part.sums["tools_unseen"] += tools_unseen(tokenizer, [*row.prompt, *row.chosen], row.tools)
         part.sums["truncated"] += result.truncated
         part.sums["masked_by_offsets"] += result.route == "offsets"
 

@@ -8,7 +8,6 @@ Writes  data/sft.parquet (store/tables.py: SFT), figures of rows kept and droppe
 Batching and shuffling are left to `train_sft`: another batch size must not tokenize again.
 """
 
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -39,15 +38,15 @@ def tokenize_sft(task: Path, base: Path, out: Path, figures: Path) -> None:
     knobs = params.load(Knobs)
     tokenizer = load_tokenizer(base, knobs.model.trust_remote_code)
     name, rows = open_source("sft", knobs.sft, task, knobs.seed)
-    intake, sums = Intake(name), Counter(dict.fromkeys(SUMS, 0))
-    encoded = tokenized(rows, partial(encode, tokenizer, knobs.sft), SFT, intake, sums)
+    intake = Intake(name, *SUMS)
+    encoded = tokenized(rows, partial(encode, tokenizer, knobs.sft), SFT, intake)
     provenance = {"stage": "tokenize_sft", "source": name, "tokenizer": str(base)}
     write_batches(out, SFT, encoded, provenance)
     intake.report()
     if not intake.kept:
         raise InputError(f"{name}: no row was kept of {intake.rows}")
-    write_json(figures, intake.figures() | sums)
-    say(intake.figures() | sums)
+    write_json(figures, intake.figures())
+    say(intake.figures())
 
 
 def encode(tokenizer, sft, batch: list, part: Part) -> None:
@@ -67,7 +66,7 @@ def encode(tokenizer, sft, batch: list, part: Part) -> None:
             part.drop(number, result.reason)
             continue
         part.keep(input_ids=result.input_ids, labels=result.labels)
-        part.tools_unseen += tools_unseen(tokenizer, row.messages, row.tools)
+        part.sums["tools_unseen"] += tools_unseen(tokenizer, row.messages, row.tools)
         part.sums["tokens"] += len(result.input_ids)
         part.sums["trained_tokens"] += len(result.labels) - result.labels.count(-100)
         part.sums["truncated"] += result.truncated

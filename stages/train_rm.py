@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 import torch
 
+from stages.core.chunks import chunks
 from stages.core.models.compute import accelerator as make_accelerator
 from stages.core.preferences import (
     bradley_terry_loss,
@@ -25,7 +26,7 @@ from stages.core.preferences import (
 )
 from stages.core.randomness import seed_everything
 from stages.core.reward_model import scores
-from stages.core.training.steps import check_weights, chunks
+from stages.core.training.steps import check_weights
 from stages.core.training.supervised import Fit, Recipe
 from stages.knobs.train_rm import Knobs
 from stages.store.checkpoints import new_scorer, save_model
@@ -121,7 +122,7 @@ def validate(scorer, rows, rm) -> dict:
     """
     parts = [
         pair_scores(scorer, [rows[i] for i in batch])
-        for batch in chunks(list(range(len(rows))), rm.train_batch_size)
+        for batch in chunks(range(len(rows)), rm.train_batch_size)
     ]
     chosen, rejected = (torch.cat(side).cpu() for side in zip(*parts, strict=True))
     margin = torch.tensor([rows[i]["margin"] for i in range(len(rows))])

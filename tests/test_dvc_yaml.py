@@ -138,6 +138,7 @@ EDITS = {
         "evaluate_sft",
     },
     "stages/core/rows/layouts.py": {
+        "prepare_task",
         "tokenize_sft",
         "tokenize_preferences",
         "rollout",
@@ -402,7 +403,7 @@ def test_each_module_in_turn_makes_exactly_the_stages_stale_that_import_it(
         ("rewards__reward_model", None, {"score"}),
         ("preferences__validation_share", 0.5, {"split_preferences"}),
         ("evaluate__samples", 9, {"evaluate", "evaluate_sft"}),
-        ("sft__max_samples", 7, {"tokenize_sft"}),
+        ("sft__max_samples", 7, {"prepare_task", "tokenize_sft"}),
         ("task__config", {"min_word_len": 4}, {"prepare_task"}),
     ],
 )
@@ -489,7 +490,7 @@ def test_a_rule_or_a_file_under_data_source_concerns_the_stages_that_may_read_it
     finally:
         path.unlink()
     readers = {"tokenize_sft", "tokenize_preferences", "rollout", "evaluate", "evaluate_sft"}
-    assert found == readers
+    assert found == readers | {"prepare_task"}
 
 
 def test_a_model_under_models_source_concerns_the_stage_that_reads_it(committed):

@@ -114,7 +114,6 @@ def row_format(*names: str) -> type:
     return Annotated[Literal[names] | None, Field(description=description)]
 
 
-PromptFormat = row_format("prompt", "question", "messages", "sharegpt")
 Columns = Annotated[
     dict[str, str] | None,
     Field(
@@ -134,6 +133,22 @@ class Source(Section):
     max_samples: MaxSamples
     format: str | None
     columns: Columns
+
+
+class SftSource(Source):
+    format: row_format(
+        "messages", "sharegpt", "prompt_completion", "alpaca", "question_answer", "text"
+    )
+
+
+class PreferenceSource(Source):
+    format: row_format("prompted_pair", "pair")
+
+
+class PromptSource(Source):
+    """Prompts to sample from, or to evaluate with."""
+
+    format: row_format("prompt", "question", "messages", "sharegpt")
 
 
 class Trust(Section):

@@ -3,17 +3,15 @@
 from stages.knobs.base import (
     Compute,
     MaxNewTokens,
-    PromptFormat,
+    PromptSource,
     Seed,
-    Source,
     Verification,
     number,
     whole,
 )
 
 
-class Evaluate(Source):
-    format: PromptFormat
+class Evaluate(PromptSource):
     samples: whole("Sampled answers for each held-out prompt, beside one greedy answer.", ge=1)
     temperature: number("Temperature of the sampled answers.", gt=0)
     batch_size: whole("Completions decoded side by side.", ge=1)

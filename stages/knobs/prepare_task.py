@@ -4,7 +4,16 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from stages.knobs.base import Section, Seed, number, text, whole
+from stages.knobs.base import (
+    PreferenceSource,
+    PromptSource,
+    Section,
+    Seed,
+    SftSource,
+    number,
+    text,
+    whole,
+)
 
 
 class Task(Section):
@@ -25,3 +34,7 @@ class Task(Section):
 class Knobs(Section):
     seed: Seed
     task: Task
+    sft: SftSource
+    preferences: PreferenceSource
+    prompts: PromptSource
+    evaluate: PromptSource

@@ -8,9 +8,8 @@ from stages.knobs.base import (
     Compute,
     MaxNewTokens,
     NumRollouts,
-    PromptFormat,
+    PromptSource,
     Seed,
-    Source,
     Temperature,
     Verification,
     number,
@@ -19,8 +18,7 @@ from stages.knobs.base import (
 )
 
 
-class Prompts(Source):
-    format: PromptFormat
+class Prompts(PromptSource):
     max_length: whole("Longest prompt in tokens; longer prompts are left out and counted.", ge=1)
 
 

@@ -1,10 +1,9 @@
 """Knobs of `tokenize_preferences`."""
 
-from stages.knobs.base import Section, Seed, Source, Trust, row_format, whole
+from stages.knobs.base import PreferenceSource, Section, Seed, Trust, whole
 
 
-class Preferences(Source):
-    format: row_format("prompted_pair", "pair")
+class Preferences(PreferenceSource):
     max_length: whole(
         "Longest prompt and answer together, in tokens; longer answers are cut.", ge=2
     )

@@ -4,6 +4,7 @@ Nothing here unpickles. A folder is written whole or not at all.
 
 import shutil
 from collections.abc import Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from transformers import (
 from transformers.utils import logging
 
 from stages.core.errors import InputError
+from stages.core.models.compute import all_finite
 from stages.core.models.forward import check_head
 from stages.store.common.files import replacing
 from stages.store.common.metrics import read_json, write_json
@@ -195,7 +197,7 @@ def _load(
     if missing := sorted(set(found["missing_keys"]) - new):
         raise InputError(f"{folder}: no weights {missing}; expected those that config.json implies")
     for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
+        if not all_finite(parameter):
             raise InputError(
                 f"{folder}: {name} holds NaN or infinite weights, expected finite ones"
             )
@@ -275,22 +277,29 @@ def save_policy(
     optimizers: dict[str, tuple[torch.optim.Optimizer, nn.Module]],
     critic: PreTrainedModel | None,
 ) -> None:
-    """Write a policy with `trainer/` beside it: state.json, <name>.safetensors, critic/."""
-    with replacing(folder, folder=True) as temporary:
-        save_model(temporary, policy, tokenizer)
+    """Write a policy with `trainer/` beside it: state.json, <name>.safetensors, critic/.
+
+    The optimizers' states, twice as large as their models, are written meanwhile.
+    """
+    with replacing(folder, folder=True) as temporary, ThreadPoolExecutor() as pool:
         trainer = temporary / "trainer"
         trainer.mkdir()
+        states = [
+            pool.submit(save_optimizer, trainer / f"{name}.safetensors", optimizer, model)
+            for name, (optimizer, model) in optimizers.items()
+        ]
+        save_model(temporary, policy, tokenizer)
+        if critic is not None:
+            (trainer / "critic").mkdir()
+            save_model(trainer / "critic", critic, tokenizer)
         counters = {
             "step": state.step,
             "prompt_cursor": state.prompt_cursor,
             "rounds": state.rounds,
         }
         write_json(trainer / "state.json", counters)
-        for name, (optimizer, model) in optimizers.items():
-            save_optimizer(trainer / f"{name}.safetensors", optimizer, model)
-        if critic is not None:
-            (trainer / "critic").mkdir()
-            save_model(trainer / "critic", critic, tokenizer)
+        for written in states:
+            written.result()
 
 
 def save_optimizer(path: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -300,10 +309,14 @@ def save_optimizer(path: Path, optimizer: torch.optim.Optimizer, model: nn.Modul
     """
     tensors = {}
     for name, parameter in _trained(model).items():
-        fresh = {"step": torch.zeros(()), **{e: torch.zeros_like(parameter) for e in MOMENTS}}
-        for entry, value in (fresh | optimizer.state.get(parameter, {})).items():
+        state = optimizer.state.get(parameter) or _fresh(parameter)
+        for entry, value in state.items():
             tensors[f"{name}/{entry}"] = value.detach().cpu().contiguous()
     save_file(tensors, path)
+
+
+def _fresh(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    return {"step": torch.zeros(()), **{e: torch.zeros_like(parameter) for e in MOMENTS}}
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -9,12 +9,13 @@ import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from stages.core.chunks import chunks
 from stages.core.errors import InputError
 from stages.store.common.files import naming, replacing
 
@@ -111,7 +112,7 @@ def write_table(
 
 def _record_batches(path: Path, schema: pa.Schema, rows: Iterable[dict]) -> Iterator:
     names, count = set(schema.names), 0
-    for chunk in _chunks(rows, ROWS_PER_GROUP):
+    for chunk in chunks(rows, ROWS_PER_GROUP):
         for number, row in enumerate(chunk, start=count):
             if row.keys() != names:
                 odd = sorted(row.keys() ^ names)
@@ -167,12 +168,6 @@ def _check_whole_numbers(path: Path, chunk: list[dict], field: pa.Field, start: 
             raise ValueError(
                 f"{path}: row {number}: {field.name!r} holds a number that is not whole"
             )
-
-
-def _chunks(rows: Iterable[dict], size: int) -> Iterator[list[dict]]:
-    rows = iter(rows)
-    while chunk := list(islice(rows, size)):
-        yield chunk
 
 
 def open_table(path: Path, schema: pa.Schema) -> pq.ParquetFile:

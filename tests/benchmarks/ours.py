@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -190,8 +189,8 @@ def memory(args) -> dict:
 
     Nothing else is written between rounds; the numbers are those of the stages.
     """
+    from stages.core.chunks import chunks
     from stages.core.scoring import reference_log_probs, scores_and_values, total_reward
-    from stages.core.training.steps import chunks
     from stages.knobs.score import Knobs
     from stages.store.checkpoints import TrainerState, load_policy, load_scorer, save_policy
     from stages.store.common import params
@@ -251,7 +250,7 @@ def tokenize(args) -> dict:
     def once():
         name, rows = open_source("sft", knobs.sft, Path(args.data), knobs.seed)
         work = partial(encode, tokenizer, knobs.sft)
-        encoded = tokenized(rows, work, SFT, Intake(name), Counter())
+        encoded = tokenized(rows, work, SFT, Intake(name))
         return write_batches(Path("tokenized.parquet"), SFT, encoded, {})
 
     return timed_rows(once, args.steps)

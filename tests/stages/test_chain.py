@@ -11,12 +11,13 @@ from click.testing import CliRunner
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
 
+from stages.core.chunks import chunks
 from stages.core.rl.epochs import Seen, optimize, targets
 from stages.core.rollouts.engine import Engine
 from stages.core.rollouts.rewards import Rules
 from stages.core.rollouts.sampling import Sampling
 from stages.core.scoring import reference_log_probs, scores_and_values, total_reward
-from stages.core.training.steps import adamw, chunks
+from stages.core.training.steps import adamw
 from stages.knobs.optimize import Knobs as OptimizeKnobs
 from stages.knobs.rollout import Knobs as RolloutKnobs
 from stages.optimize import make_settings

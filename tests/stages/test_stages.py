@@ -912,6 +912,48 @@ def test_rows_that_are_dropped_are_counted_by_reason_and_printed(copy):
     assert "no row was kept of 1" in message
 
 
+SOURCES = ("sft", "preferences", "prompts", "evaluate")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"nothing": "known"}', "no {kind} format fits the columns [nothing]"),
+        ('{"prompt": " ", "completion": "a", "chosen": "a", "rejected": "b"}', "no usable row"),
+        ('{"prompt": ', "1: broken JSON"),
+        ("", "is empty"),
+    ],
+)
+def test_datasets_that_no_stage_can_read_are_found_before_anything_trains(copy, line, reason):
+    (copy / "data" / "source" / "odd.jsonl").write_text(line and line + "\n")
+    knobs = {f"{section}__dataset": "data/source/odd.jsonl" for section in SOURCES}
+    told = refuse(copy, "prepare_task", **knobs).splitlines()
+    assert told[0] == "Error: stage prepare_task: bad datasets"
+    for section, text in zip(SOURCES, told[1:5], strict=True):
+        kind = {"evaluate": "prompts"}.get(section, section)
+        assert text.startswith(f"  {section}: data/source/odd.jsonl:")
+        assert reason.format(kind=kind) in text
+
+
+@pytest.mark.parametrize("knob", ["name", "revision", "split"])
+def test_a_knob_of_hub_datasets_is_refused_for_a_file_before_anything_trains(copy, knob):
+    shutil.copy(copy / "data/task/prompts.jsonl", copy / "data/source/mine.jsonl")
+    given = {"evaluate__dataset": "data/source/mine.jsonl", f"evaluate__{knob}": "dev"}
+    message = refuse(copy, "prepare_task", **given)
+    assert "\n  evaluate: data/source/mine.jsonl: " in message and "'dev'" in message
+
+
+def test_datasets_that_can_be_read_leave_the_task_as_it_was(copy):
+    before = {path: path.read_bytes() for path in (copy / "data" / "task").iterdir()}
+    for name in ("sft", "preferences", "prompts"):
+        shutil.copy(copy / "data" / "task" / f"{name}.jsonl", copy / "data" / "source")
+    names = {"evaluate": "prompts"}
+    given = {f"{s}__dataset": f"data/source/{names.get(s, s)}.jsonl" for s in SOURCES}
+    output = succeed(copy, "prepare_task", **given)
+    assert output.count(": rows in format") == 4
+    assert before == {path: path.read_bytes() for path in (copy / "data" / "task").iterdir()}
+
+
 def test_a_template_that_takes_no_notice_of_tools_is_said_once_with_the_rows(copy):
     tools = [{"type": "function", "function": {"name": "f"}}]
     for stage, kind, knob in (

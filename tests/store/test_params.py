@@ -484,18 +484,6 @@ def test_a_dataset_whose_changes_dvc_would_not_see_is_refused(complaint, tmp_pat
         assert f"{section}.dataset: found {given!r}, outside data/source" in message
 
 
-@pytest.mark.parametrize("section", ["sft", "preferences", "prompts", "evaluate"])
-@pytest.mark.parametrize("knob", ["name", "revision", "split"])
-def test_a_knob_of_hub_datasets_is_refused_for_a_file_before_anything_runs(
-    complaint, tmp_path, section, knob
-):
-    (tmp_path / "data" / "source").mkdir(parents=True)
-    (tmp_path / "data" / "source" / "rows.jsonl").touch()
-    knobs = {f"{section}__dataset": "data/source/rows.jsonl", f"{section}__{knob}": "dev"}
-    message = complaint("prepare_task", **knobs)
-    assert f"{section}.{knob}: found 'dev', but a file has none; expected" in message
-
-
 def test_a_link_under_data_source_may_lead_anywhere(accepted, tmp_path):
     (tmp_path / "data" / "source").mkdir(parents=True)
     (tmp_path / "rows.jsonl").touch()

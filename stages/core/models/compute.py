@@ -1,12 +1,18 @@
 """Device, precision and threads, in one place: every stage that runs a model starts here."""
 
 import ctypes
+import math
 import sys
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stages.core.errors import InputError
+
+SHORT = 160  # keys, from where on the fused kernel is the faster one
 
 
 def accelerator(device: str, precision: str, threads: int) -> Accelerator:
@@ -33,6 +39,27 @@ def accelerator(device: str, precision: str, threads: int) -> Accelerator:
             " without a launcher"
         )
     return made
+
+
+def attention_kernel(mask: Tensor) -> AbstractContextManager:
+    """(attention mask (N, keys)) -> what a forward pass of that width runs under.
+
+    For rows this short torch's fused attention is slow on a CPU in bf16, backwards above all; plain
+    matrix products take a third of its time (docs/performance.md).
+    """
+    slow = mask.device.type == "cpu" and torch.is_autocast_enabled("cpu")
+    if slow and torch.is_grad_enabled() and mask.shape[-1] <= SHORT:
+        return sdpa_kernel(SDPBackend.MATH)
+    return nullcontext()
+
+
+def all_finite(weight: Tensor) -> bool:
+    """Whether no number of a tensor is NaN or infinite.
+
+    Its extremes tell: a NaN among the numbers makes both NaN. `isfinite` makes a second tensor, and
+    takes several times as long.
+    """
+    return not weight.numel() or all(map(math.isfinite, weight.detach().aminmax()))
 
 
 def keep_freed_memory() -> None:

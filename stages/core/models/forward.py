@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from stages.core.models.compute import attention_kernel
+
 Ids = Sequence[int]
 
 # Sharing prompts costs one more pass over the layers. Where it saves less arithmetic than this, in
@@ -91,13 +93,14 @@ def step(backbone: nn.Module, ids: Tensor, mask: Tensor, cache: DynamicCache) ->
     The cache grows by S. Position ids count the visible tokens, so that padding never shifts a row.
     """
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    output = backbone(
-        input_ids=ids,
-        attention_mask=mask.long(),
-        position_ids=positions,
-        cache=cache,
-        use_cache=True,
-    )
+    with attention_kernel(mask):
+        output = backbone(
+            input_ids=ids,
+            attention_mask=mask.long(),
+            position_ids=positions,
+            cache=cache,
+            use_cache=True,
+        )
     return output.last_hidden_state
 
 
@@ -188,7 +191,9 @@ def full_states(
     pairs = list(zip(prompts, completions, strict=True))
     rows, row_lengths = right_pad([[*prompt, *completion] for prompt, completion in pairs], device)
     mask = torch.arange(rows.shape[1], device=device) < row_lengths[:, None]
-    hidden = backbone(input_ids=rows, attention_mask=mask.long(), use_cache=False).last_hidden_state
+    with attention_kernel(mask):
+        output = backbone(input_ids=rows, attention_mask=mask.long(), use_cache=False)
+    hidden = output.last_hidden_state
     return _cut_out(hidden, [len(prompt) - 1 for prompt in prompts], completions, read_last)
 
 

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from stages.core.errors import InputError
+from stages.core.models.compute import all_finite
 
 EMA_DECAY = 0.9
 
@@ -115,15 +116,10 @@ def update(
 def check_weights(model: nn.Module, name: str) -> None:
     """Raise `NonFinite` if any weight is NaN or infinite: such a model is never saved."""
     for key, weight in model.named_parameters():
-        if not torch.isfinite(weight).all():
+        if not all_finite(weight):
             raise NonFinite(f"{name}: weight {key} is not finite after training. Nothing was saved")
 
 
 def ema(average: float | None, value: float) -> float:
     """Exponential moving average for the eye: decay 0.9, starting at the first value."""
     return value if average is None else EMA_DECAY * average + (1 - EMA_DECAY) * value
-
-
-def chunks(items: list, size: int) -> list[list]:
-    """Consecutive parts of `size`; the last one holds what is left."""
-    return [items[start : start + size] for start in range(0, len(items), size)]

@@ -133,19 +133,8 @@ def _misplaced_files(values: dict, folder: Path) -> Iterator[str]:
                     f"{section}.dataset: found {name!r}, outside {SOURCE}, where DVC sees no"
                     f" change of it; expected it (or a link to it) under {SOURCE}"
                 )
-            if (folder / name).is_file():
-                yield from _hub_knobs(section, source)
         elif name.startswith(f"{SOURCE}/") or Path(name).suffix in DATA_FILES:
             yield f"{section}.dataset: found {name!r}, but there is no such file"
-
-
-def _hub_knobs(section: str, source: dict) -> Iterator[str]:
-    """Knobs that say which part of a hub dataset is meant, where the dataset is one file."""
-    meant = {"name": (None,), "revision": (None,), "split": ("train", "test")}
-    for knob, usual in meant.items():
-        if (found := source.get(knob)) not in usual:
-            expected = " or ".join(word or "null" for word in usual)
-            yield f"{section}.{knob}: found {found!r}, but a file has none; expected {expected}"
 
 
 def _negative_rewards(values: dict) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The rows that a stage was asked for: the embedded task's, or those of a dataset knob."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,7 +10,8 @@ from pathlib import Path
 import click
 import pyarrow as pa
 
-from stages.core.rows.canonical import CanonicalRow, count_reason, open_rows
+from stages.core.chunks import chunks
+from stages.core.rows.canonical import SAMPLED_ROWS, CanonicalRow, count_reason, open_rows
 from stages.core.text.messages import Dropped
 from stages.knobs.base import Source
 from stages.store.common.command import progress, spelled_out
@@ -18,17 +19,20 @@ from stages.store.sources.readers import read_rows
 from stages.store.sources.workers import in_order
 
 EMBEDDED = "task"
+BATCH = 256
 
 
 class Intake:
     """Counts what became of one source's rows: rows in = rows kept + rows dropped, by reason.
 
-    `tools_unseen` are rows kept with tools of which the chat template takes no notice.
+    `sums` holds what else a stage counts of the rows that it kept, under the names that it gives.
+    One is always there, `tools_unseen`: rows with tools of which the chat template takes no notice.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, *summed: str):
         self.name = name
-        self.rows = self.kept = self.tools_unseen = 0
+        self.rows = self.kept = 0
+        self.sums = Counter(dict.fromkeys(("tools_unseen", *summed), 0))
         self.dropped: Counter[str] = Counter()
         self.first: dict[str, int] = {}
 
@@ -42,22 +46,21 @@ class Intake:
         self.first.setdefault(reason, row_number)
 
     def figures(self) -> dict:
-        """rows read, kept and dropped (with the reasons), for a stage's metrics."""
+        """rows read, kept and dropped (with the reasons) and the sums, for a stage's metrics."""
         return {
             "rows": self.rows,
             "kept": self.kept,
             "dropped": sum(self.dropped.values()),
             "dropped_by_reason": dict(sorted(self.dropped.items())),
-            "tools_unseen": self.tools_unseen,
-        }
+        } | self.sums
 
     def report(self) -> None:
         """Print each reason once, with the number of rows and the first of them."""
         for reason, count in sorted(self.dropped.items()):
             first = f"first: row {self.first[reason]}"
             click.echo(spelled_out(f"{self.name}: dropped {count} rows: {reason} ({first})"))
-        if self.tools_unseen:
-            found = f"takes no notice of the tools of {self.tools_unseen} rows"
+        if unseen := self.sums["tools_unseen"]:
+            found = f"takes no notice of the tools of {unseen} rows"
             click.echo(spelled_out(f"{self.name}: the chat template {found}"))
 
 
@@ -87,11 +90,14 @@ def open_source(
     return name, rows
 
 
-def batches(rows: Iterable, size: int = 256) -> Iterator[list]:
-    """Rows in lists of up to `size`, read as they are needed."""
-    rows = iter(rows)
-    while batch := list(islice(rows, size)):
-        yield batch
+def look_into(kind: str, source: Source, seed: int) -> None:
+    """Open a dataset and read its first rows; InputError where no later stage could use them.
+
+    Nothing is done for the embedded task.
+    """
+    if source.dataset != EMBEDDED:
+        _, rows = open_source(kind, source, Path(EMBEDDED), seed)
+        deque(islice(rows, SAMPLED_ROWS + 1), maxlen=0)
 
 
 @dataclass
@@ -101,7 +107,6 @@ class Part:
     columns: dict[str, list]
     dropped: list[tuple[int, str]] = field(default_factory=list)
     sums: Counter = field(default_factory=Counter)
-    tools_unseen: int = 0
 
     def drop(self, row_number: int, reason: str) -> None:
         self.dropped.append((row_number, reason))
@@ -116,19 +121,18 @@ def tokenized(
     encode: Callable[[list, Part], None],
     schema: pa.Schema,
     intake: Intake,
-    sums: Counter,
 ) -> Iterator[pa.RecordBatch]:
-    """Numbered canonical rows -> tables of a schema, by all cores; counted in `intake` and `sums`.
+    """Numbered canonical rows -> tables of a schema, by all cores; counted in `intake`.
 
     `encode(rows, part)` takes up to 256 rows and says to `part` what becomes of each.
     """
     work = partial(_encoded, encode, schema)
-    for batch, dropped, more, unseen in in_order(work, batches(progress(rows, "tokenize"))):
+    parts = chunks(progress(rows, "tokenize"), BATCH)
+    for batch, dropped, more in in_order(work, parts):
         intake.keep(batch.num_rows)
-        intake.tools_unseen += unseen
         for row_number, reason in dropped:
             intake.drop(row_number, reason)
-        sums.update(more)
+        intake.sums.update(more)
         yield batch
 
 
@@ -136,7 +140,7 @@ def _encoded(encode: Callable, schema: pa.Schema, rows: list):
     part = Part({name: [] for name in schema.names})
     encode(rows, part)
     batch = pa.RecordBatch.from_pydict(part.columns, schema=schema)
-    return batch, part.dropped, part.sums, part.tools_unseen
+    return batch, part.dropped, part.sums
 
 
 def usable(batch: list, intake: Intake | Part) -> tuple[list[int], list]:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from stages.core.chunks import chunks
 from stages.core.errors import InputError
 from stages.core.rollouts.engine import Prompt
 from stages.core.rollouts.rewards import Rules
@@ -9,7 +10,7 @@ from stages.core.text.chat import encode_prompts
 from stages.core.text.messages import Dropped
 from stages.core.text.templates import tools_unseen
 from stages.knobs.base import Source
-from stages.store.sources.inputs import Intake, batches, open_source, usable
+from stages.store.sources.inputs import BATCH, Intake, open_source, usable
 
 
 def load_prompts(
@@ -18,7 +19,7 @@ def load_prompts(
     """Knobs of a source -> its prompts of up to `max_length` ids; others are counted as dropped."""
     name, rows = open_source("prompts", source, task_file, seed)
     intake, prompts = Intake(name), []
-    for batch in batches(rows):
+    for batch in chunks(rows, BATCH):
         numbers, kept = usable(batch, intake)
         tools = [row.tools for row in kept]
         ids = encode_prompts(tokenizer, [row.messages for row in kept], tools)
@@ -29,7 +30,7 @@ def load_prompts(
                 intake.drop(number, f"prompt longer than {max_length} tokens")
             else:
                 intake.keep()
-                intake.tools_unseen += tools_unseen(tokenizer, row.messages, row.tools)
+                intake.sums["tools_unseen"] += tools_unseen(tokenizer, row.messages, row.tools)
                 prompts.append(
                     Prompt(number, encoded, tokenizer.decode(encoded), row.answer, row.entry)
                 )

@@ -11,7 +11,6 @@ from stages.core.training.steps import (
     StepFigures,
     adamw,
     check_weights,
-    chunks,
     ema,
     learning_rate,
     rate_of_update,
@@ -179,11 +178,6 @@ def test_weights_that_are_not_finite_are_found():
 def test_the_average_for_the_eye_starts_at_the_first_value():
     assert ema(None, 3.0) == 3.0
     assert ema(3.0, 1.0) == pytest.approx(0.9 * 3 + 0.1 * 1)
-
-
-def test_chunks_keep_all_items_in_order():
-    assert chunks([1, 2, 3, 4, 5], 2) == [[1, 2], [3, 4], [5]]
-    assert chunks([], 2) == []
 
 
 # Micro-batches of SFT on a real model.

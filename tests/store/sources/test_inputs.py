@@ -62,7 +62,7 @@ def test_reasons_are_few_and_add_up_whatever_the_rows_hold(capsys):
     for number in range(300):
         intake.drop(number, f"unknown role 'r{number}'")
         intake.drop(number, "a message is null")
-    intake.tools_unseen = 2
+    intake.sums["tools_unseen"] = 2
     intake.report()
     figures, printed = intake.figures(), capsys.readouterr().out.splitlines()
     reasons = figures["dropped_by_reason"]
