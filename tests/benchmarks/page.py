@@ -21,7 +21,7 @@ Made by `make bench` (tests/benchmarks); [performance.md](performance.md) says w
 sides have the same model, rows and machine and run in turn, A B A B, each in a process of its own;
 a figure is the median of warm steps. Every token trained, the plain loop and the four rounds run
 once, not twice. SFT and reward model take 16 rows or pairs a step; a round is 16 prompts with 8
-completions each for the tiny model, 8 with 8 for SmolLM2 (16 with 8 in the four rounds through
+completions each for the tiny model, 6 with 8 for SmolLM2 (24 with 8 in the four rounds through
 files), of up to 12 tokens, in micro-batches of 16. SFT learns the answers alone, as the pipeline
 does; TRL learns every token of a row, and "every token trained" is this project doing so too.
 Ratios are this project over the peer, more being better; for four rounds the ratio is the loop's
