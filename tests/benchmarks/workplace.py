@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.tiny import ROOT, change, plain, write
@@ -32,10 +33,10 @@ def prepare(folder: Path, peers: Path, models: list[str]) -> None:
     """Rows and tiny model by the peers' script; a folder for each model with all that it takes."""
     if not (folder / "prompts.jsonl").exists():
         call(ROOT, sys.executable, peers, "inputs", folder)
-    for model in models:
-        place = folder / model
-        if not (place / "pairs.parquet").exists():
-            fill(place, model)
+    places = {folder / model: model for model in models}
+    missing = [place for place in places if not (place / "pairs.parquet").exists()]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda place: fill(place, places[place]), missing))
 
 
 def fill(place: Path, model: str) -> None:
