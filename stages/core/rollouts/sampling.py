@@ -21,6 +21,7 @@ from transformers.generation.logits_process import (
 from stages.core.models.forward import Ids, head_logits, prefill, step
 from stages.core.models.log_probs import token_log_probs
 from stages.core.randomness import generator
+from stages.core.rollouts.room import make_room
 
 # Rows that have ended are dropped from the batch once they are this share of it: dropping copies
 # the cache.
@@ -90,6 +91,7 @@ def sample(
         rows = torch.arange(count, device=device) // group
         read = read.select(rows)
     hidden, mask, cache = read.last, read.mask, read.cache
+    make_room(cache)
     alive = torch.arange(count, device=device)
     narrowing = sampling.narrowing()
     temperature = 1.0 if draws is None else sampling.temperature

@@ -1,0 +1,51 @@
+"""Keys and values that grow by a token without being copied each time."""
+
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+
+class Room:
+    """A tensor (N, H, L, D) at the front of a longer one, so that more can be written behind it."""
+
+    def __init__(self):
+        self.whole: Tensor | None = None
+
+    def grown(self, held: Tensor, more: Tensor) -> Tensor:
+        """(N, H, L, D), (N, H, S, D) -> (N, H, L+S, D), a view.
+
+        `held` is copied if it is not what the last call returned, or where there is no room.
+        """
+        before, after = held.shape[-2], held.shape[-2] + more.shape[-2]
+        whole = self.whole
+        if whole is None or held.data_ptr() != whole.data_ptr() or whole.shape[-2] < after:
+            shape = (*held.shape[:-2], after + after // 4, held.shape[-1])
+            self.whole = whole = held.new_empty(shape)
+            whole[..., :before, :] = held
+        whole[..., before:after, :] = more
+        return whole[..., :after, :]
+
+
+class RoomyLayer(DynamicLayer):
+    """A layer of the cache whose keys and values have room behind them.
+
+    `DynamicLayer` copies all that it holds for each token: a quarter of a small model's rollout.
+    """
+
+    def __init__(self, layer: DynamicLayer):
+        super().__init__()
+        self.lazy_initialization(layer.keys, layer.values)
+        self.keys, self.values = layer.keys, layer.values
+        self.room = (Room(), Room())
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
+        self.keys = self.room[0].grown(self.keys, key_states)
+        self.values = self.room[1].grown(self.values, value_states)
+        return self.keys, self.values
+
+
+def make_room(cache: DynamicCache) -> None:
+    """Give every plain layer of a filled cache room to grow; layers of other kinds stay."""
+    for place, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer and layer.get_seq_length():
+            cache.layers[place] = RoomyLayer(layer)
