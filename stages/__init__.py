@@ -2,7 +2,7 @@
 
 Importing torch and transformers makes objects by the million that live to the end. Looking for
 garbage among them meanwhile is a sixth of a stage's start, so that it waits until the command runs
-(store/common/command.py). Where the package is only imported nothing is switched off.
+(base/command.py). Where the package is only imported nothing is switched off.
 
 PARENT is noted before those seconds too: a DVC killed meanwhile is missed when they are over.
 """

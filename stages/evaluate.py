@@ -3,7 +3,7 @@
 Reads   a policy folder, held-out prompts (the task's, or what evaluate.dataset names)
 Knobs   evaluate, max_new_tokens, verifier, seed, device, precision, threads, attention,
         trust_remote_code
-Writes  the answers, one greedy and some sampled a prompt (store/tables.py: EVALUATIONS), figures
+Writes  the answers, one greedy and some sampled a prompt (base/tables.py: EVALUATIONS), figures
 
 Every policy is asked with the same random draws: what differs between two rounds is the policy.
 """
@@ -15,19 +15,19 @@ from pathlib import Path
 import click
 import torch
 
-from stages.core.chunks import chunks
-from stages.core.models.compute import accelerator as make_accelerator
-from stages.core.rollouts.engine import Prompt
-from stages.core.rollouts.rewards import Rules, find_verifier
-from stages.core.rollouts.sampling import Completion, Sampling, sample, uniforms
+from stages.base import params
+from stages.base.chunks import chunks
+from stages.base.command import Stage, progress, say
+from stages.base.metrics import write_json
+from stages.base.tables import EVALUATIONS, write_table
+from stages.base.tokenizers import load_tokenizer
 from stages.knobs.evaluate import Knobs
-from stages.store.checkpoints import load_policy
-from stages.store.common import params
-from stages.store.common.command import Stage, progress, say
-from stages.store.common.metrics import write_json
-from stages.store.sources.prompts import context_limit, load_prompts, reward_columns
-from stages.store.sources.tokenizers import load_tokenizer
-from stages.store.tables import EVALUATIONS, write_table
+from stages.models.checkpoints import load_policy
+from stages.models.compute import accelerator as make_accelerator
+from stages.rollouts.engine import Prompt
+from stages.rollouts.prompts import context_limit, load_prompts, reward_columns
+from stages.rollouts.rewards import Rules, find_verifier
+from stages.rollouts.sampling import Completion, Sampling, sample, uniforms
 
 
 @click.command(cls=Stage)

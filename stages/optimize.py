@@ -17,24 +17,14 @@ from pathlib import Path
 import click
 import torch
 
-from stages.core.errors import InputError
-from stages.core.models.compute import accelerator as make_accelerator
-from stages.core.rl.advantages import has_spread, rows_of_groups
-from stages.core.rl.epochs import (
-    Seen,
-    Settings,
-    Targets,
-    explained_variance,
-    targets,
-    token_mean,
-)
-from stages.core.rl.epochs import (
-    optimize as optimize_policy,
-)
-from stages.core.rl.objectives import OBJECTIVES, Clip
-from stages.core.training.steps import adamw, check_weights
+from stages.base import params
+from stages.base.command import Stage, progress, say
+from stages.base.errors import InputError
+from stages.base.metrics import write_json
+from stages.base.tables import BUFFERS, UPDATES, Rows, random_access, read_provenance, write_table
+from stages.base.tokenizers import load_tokenizer
 from stages.knobs.optimize import Knobs
-from stages.store.checkpoints import (
+from stages.models.checkpoints import (
     TrainerState,
     load_optimizer,
     load_policy,
@@ -43,12 +33,22 @@ from stages.store.checkpoints import (
     new_scorer,
     save_policy,
 )
-from stages.store.common import params
-from stages.store.common.command import Stage, progress, say
-from stages.store.common.metrics import write_json
-from stages.store.sources.tokenizers import load_tokenizer
-from stages.store.tables import BUFFERS, UPDATES, Rows, random_access, read_provenance, write_table
-from stages.store.tracking import tracking
+from stages.models.compute import accelerator as make_accelerator
+from stages.rl.advantages import has_spread, rows_of_groups
+from stages.rl.epochs import (
+    Seen,
+    Settings,
+    Targets,
+    explained_variance,
+    targets,
+    token_mean,
+)
+from stages.rl.epochs import (
+    optimize as optimize_policy,
+)
+from stages.rl.objectives import OBJECTIVES, Clip
+from stages.training.steps import adamw, check_weights
+from stages.training.tracking import tracking
 
 
 @click.command(cls=Stage)

@@ -14,14 +14,14 @@ from pathlib import Path
 import click
 import torch
 
-from stages.core import tiny
-from stages.core.randomness import seed_everything
-from stages.core.text.chat import stop_token_ids
+from stages.base import params
+from stages.base.command import Stage, say
+from stages.base.files import replacing
+from stages.base.randomness import seed_everything
 from stages.knobs.prepare_model import Knobs
-from stages.store.checkpoints import load_foreign, save_model
-from stages.store.common import params
-from stages.store.common.command import Stage, say
-from stages.store.common.files import replacing
+from stages.models import tiny
+from stages.models.checkpoints import load_foreign, save_model
+from stages.text.chat import stop_token_ids
 
 
 @click.command(cls=Stage)

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import click
 
-from stages.core.errors import InputError
-from stages.core.task import generate
+from stages.base import params
+from stages.base.command import Stage, say
+from stages.base.errors import InputError
+from stages.base.files import replacing
+from stages.base.metrics import write_json
 from stages.knobs.prepare_task import Knobs
-from stages.store.common import params
-from stages.store.common.command import Stage, say
-from stages.store.common.files import replacing
-from stages.store.common.metrics import write_json
-from stages.store.sources.inputs import look_into
+from stages.rows.inputs import look_into
+from stages.rows.task import generate
 
 
 @click.command(cls=Stage)

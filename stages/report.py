@@ -14,14 +14,14 @@ from pathlib import Path
 
 import click
 
-from stages.core.errors import InputError
-from stages.core.page.page import Run, definitions, page, spread
+from stages.base import params
+from stages.base.command import Stage, say
+from stages.base.errors import InputError
+from stages.base.files import replacing
+from stages.base.metrics import growing_curve, read_json, write_json
 from stages.knobs.report import Knobs
-from stages.store.common import params
-from stages.store.common.command import Stage, say
-from stages.store.common.files import replacing
-from stages.store.common.metrics import growing_curve, read_json, write_json
-from stages.store.excerpts import answers, changed_prompts, completions, telling_groups
+from stages.page.excerpts import answers, changed_prompts, completions, telling_groups
+from stages.page.page import Run, definitions, page, spread
 
 EVALUATED = ("accuracy_sampled", "accuracy_greedy", "length", "finished")
 PROMPTS, GROUPS = 4, 2  # shown at either end

@@ -3,7 +3,7 @@
 Reads   prompts (the task's, or what prompts.dataset names), the policy folder
 Knobs   sampling, prompts, the reward rules, seed, device, precision, threads, attention,
         trust_remote_code
-Writes  data/rollouts/round-k.parquet, one row per completion (store/tables.py: ROLLOUTS), figures
+Writes  data/rollouts/round-k.parquet, one row per completion (base/tables.py: ROLLOUTS), figures
 
 Reference log-probs, model rewards and advantages come later: a new reward model or clip must not
 resample text.
@@ -14,19 +14,19 @@ from pathlib import Path
 
 import click
 
-from stages.core.errors import InputError
-from stages.core.models.compute import accelerator as make_accelerator
-from stages.core.rollouts.engine import Engine, Prompt
-from stages.core.rollouts.rewards import Rules, find_verifier
-from stages.core.rollouts.sampling import Sampling
+from stages.base import params
+from stages.base.command import Bar, Stage, progress, say
+from stages.base.errors import InputError
+from stages.base.metrics import write_json
+from stages.base.tables import ROLLOUTS, write_table
+from stages.base.tokenizers import load_tokenizer
 from stages.knobs.rollout import Knobs
-from stages.store.checkpoints import load_policy, load_trainer
-from stages.store.common import params
-from stages.store.common.command import Bar, Stage, progress, say
-from stages.store.common.metrics import write_json
-from stages.store.sources.prompts import context_limit, load_prompts, reward_columns
-from stages.store.sources.tokenizers import load_tokenizer
-from stages.store.tables import ROLLOUTS, write_table
+from stages.models.checkpoints import load_policy, load_trainer
+from stages.models.compute import accelerator as make_accelerator
+from stages.rollouts.engine import Engine, Prompt
+from stages.rollouts.prompts import context_limit, load_prompts, reward_columns
+from stages.rollouts.rewards import Rules, find_verifier
+from stages.rollouts.sampling import Sampling
 
 
 @click.command(cls=Stage)

@@ -4,7 +4,7 @@ Reads   data/rollouts/round-k.parquet, models/rm, models/sft (the reference), th
         critic)
 Knobs   rewards, beta (0: no reference), critic, temperature, score_batch_size, device, precision,
         threads, attention, trust_remote_code
-Writes  data/buffers/round-k.parquet (store/tables.py: BUFFERS), figures
+Writes  data/buffers/round-k.parquet (base/tables.py: BUFFERS), figures
 
 One model is in memory at a time. What depends on the objective is left to `optimize`: advantages,
 KL shaping, clip.
@@ -16,14 +16,10 @@ from pathlib import Path
 
 import click
 
-from stages.core.models.compute import accelerator as make_accelerator
-from stages.core.scoring import reference_log_probs, scores_and_values, total_reward
-from stages.knobs.score import Knobs
-from stages.store.checkpoints import load_policy, load_scorer, load_trainer
-from stages.store.common import params
-from stages.store.common.command import Stage, progress, say
-from stages.store.common.metrics import write_json
-from stages.store.tables import (
+from stages.base import params
+from stages.base.command import Stage, progress, say
+from stages.base.metrics import write_json
+from stages.base.tables import (
     BUFFERS,
     ROLLOUTS,
     iterate_batches,
@@ -31,6 +27,10 @@ from stages.store.tables import (
     read_provenance,
     write_table,
 )
+from stages.knobs.score import Knobs
+from stages.models.checkpoints import load_policy, load_scorer, load_trainer
+from stages.models.compute import accelerator as make_accelerator
+from stages.models.scoring import reference_log_probs, scores_and_values, total_reward
 
 
 @click.command(cls=Stage)

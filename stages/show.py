@@ -7,7 +7,7 @@
     data/figures/optimize/3.json   figures; those of a folder (data/figures/optimize) as one table
     data                           any other folder: what lies in it
 
-It reads what it shows and no more (store/show), and prints plain text into a pipe.
+It reads what it shows and no more (viewer/), and prints plain text into a pipe.
 """
 
 import gc
@@ -16,16 +16,15 @@ from pathlib import Path
 
 import click
 
-from stages.core.errors import InputError
-from stages.core.show import text
-from stages.core.show.conditions import Condition, parse
-from stages.core.show.tokens import MEASURES, spans
-from stages.store.common.metrics import read_json
-from stages.store.show import models
-from stages.store.show.pieces import Pieces
-from stages.store.show.places import listing, rows_at
-from stages.store.show.rows import Summary, Table
-from stages.store.show.streams import Stream
+from stages.base.errors import InputError
+from stages.base.metrics import read_json
+from stages.viewer import models, text
+from stages.viewer.conditions import Condition, parse
+from stages.viewer.pieces import Pieces
+from stages.viewer.places import listing, rows_at
+from stages.viewer.rows import Summary, Table
+from stages.viewer.streams import Stream
+from stages.viewer.tokens import MEASURES, spans
 
 # What --worst goes by: the first of these that a table has.
 WORTH = ("reward", "reward_shaped", "reward_correctness", "correct")

@@ -2,7 +2,7 @@
 
 Reads   data/preferences/pairs.parquet
 Knobs   preferences.validation_share, seed
-Writes  data/preferences/{train,validation}.parquet (store/tables.py: PAIRS), figures
+Writes  data/preferences/{train,validation}.parquet (base/tables.py: PAIRS), figures
 
 All pairs of a prompt go to one side, chosen by a hash of the prompt's ids: reordering the rows, or
 adding some, moves no other prompt.
@@ -12,13 +12,13 @@ from pathlib import Path
 
 import click
 
-from stages.core.errors import InputError
-from stages.core.randomness import derive
+from stages.base import params
+from stages.base.command import Stage, say
+from stages.base.errors import InputError
+from stages.base.metrics import write_json
+from stages.base.randomness import derive
+from stages.base.tables import PAIRS, iterate_rows, read_provenance, write_table
 from stages.knobs.split_preferences import Knobs
-from stages.store.common import params
-from stages.store.common.command import Stage, say
-from stages.store.common.metrics import write_json
-from stages.store.tables import PAIRS, iterate_rows, read_provenance, write_table
 
 
 @click.command(cls=Stage)

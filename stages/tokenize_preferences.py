@@ -2,7 +2,7 @@
 
 Reads   preference rows (the task's, or what preferences.dataset names), models/base's tokenizer
 Knobs   preferences (source, max_length), seed (which rows max_samples keeps), trust_remote_code
-Writes  data/preferences/pairs.parquet (store/tables.py: PAIRS), figures of rows kept and dropped
+Writes  data/preferences/pairs.parquet (base/tables.py: PAIRS), figures of rows kept and dropped
 
 The split is left to `split_preferences`: another share must not tokenize again.
 """
@@ -12,17 +12,17 @@ from pathlib import Path
 
 import click
 
-from stages.core.errors import InputError
-from stages.core.text.chat import encode_pairs
-from stages.core.text.messages import Dropped
-from stages.core.text.templates import tools_unseen
+from stages.base import params
+from stages.base.command import Stage, say
+from stages.base.errors import InputError
+from stages.base.metrics import write_json
+from stages.base.tables import PAIRS, write_batches
+from stages.base.tokenizers import load_tokenizer
 from stages.knobs.tokenize_preferences import Knobs
-from stages.store.common import params
-from stages.store.common.command import Stage, say
-from stages.store.common.metrics import write_json
-from stages.store.sources.inputs import Intake, Part, open_source, tokenized, usable
-from stages.store.sources.tokenizers import load_tokenizer
-from stages.store.tables import PAIRS, write_batches
+from stages.rows.inputs import Intake, Part, open_source, tokenized, usable
+from stages.text.chat import encode_pairs
+from stages.text.messages import Dropped
+from stages.text.templates import tools_unseen
 
 
 @click.command(cls=Stage)

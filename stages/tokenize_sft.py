@@ -3,7 +3,7 @@
 Reads   SFT rows (the task's, or what sft.dataset names), the tokenizer of models/base
 Knobs   sft (source, max_length, train_on), seed (which rows max_samples keeps),
         trust_remote_code
-Writes  data/sft.parquet (store/tables.py: SFT), figures of rows kept and dropped
+Writes  data/sft.parquet (base/tables.py: SFT), figures of rows kept and dropped
 
 Batching and shuffling are left to `train_sft`: another batch size must not tokenize again.
 """
@@ -13,17 +13,17 @@ from pathlib import Path
 
 import click
 
-from stages.core.errors import InputError
-from stages.core.text.chat import encode_conversations, encode_texts
-from stages.core.text.messages import Dropped
-from stages.core.text.templates import tools_unseen
+from stages.base import params
+from stages.base.command import Stage, say
+from stages.base.errors import InputError
+from stages.base.metrics import write_json
+from stages.base.tables import SFT, write_batches
+from stages.base.tokenizers import load_tokenizer
 from stages.knobs.tokenize_sft import Knobs
-from stages.store.common import params
-from stages.store.common.command import Stage, say
-from stages.store.common.metrics import write_json
-from stages.store.sources.inputs import Intake, Part, open_source, tokenized, usable
-from stages.store.sources.tokenizers import load_tokenizer
-from stages.store.tables import SFT, write_batches
+from stages.rows.inputs import Intake, Part, open_source, tokenized, usable
+from stages.text.chat import encode_conversations, encode_texts
+from stages.text.messages import Dropped
+from stages.text.templates import tools_unseen
 
 SUMS = ("tokens", "trained_tokens", "truncated", "masked_by_offsets")
 

@@ -14,9 +14,19 @@ from pathlib import Path
 import click
 import torch
 
-from stages.core.chunks import chunks
-from stages.core.models.compute import accelerator as make_accelerator
-from stages.core.preferences import (
+from stages.base import params
+from stages.base.chunks import chunks
+from stages.base.command import Stage, progress, say
+from stages.base.files import replacing
+from stages.base.metrics import write_json
+from stages.base.randomness import seed_everything
+from stages.base.tables import PAIRS, random_access
+from stages.base.tokenizers import load_tokenizer
+from stages.knobs.train_rm import Knobs
+from stages.models.checkpoints import new_scorer, save_model
+from stages.models.compute import accelerator as make_accelerator
+from stages.models.scorers import scores
+from stages.training.bradley_terry import (
     bradley_terry_loss,
     calibration,
     calibration_error,
@@ -24,19 +34,9 @@ from stages.core.preferences import (
     preference_accuracy,
     tie_share,
 )
-from stages.core.randomness import seed_everything
-from stages.core.reward_model import scores
-from stages.core.training.steps import check_weights
-from stages.core.training.supervised import Fit, Recipe
-from stages.knobs.train_rm import Knobs
-from stages.store.checkpoints import new_scorer, save_model
-from stages.store.common import params
-from stages.store.common.command import Stage, progress, say
-from stages.store.common.files import replacing
-from stages.store.common.metrics import write_json
-from stages.store.sources.tokenizers import load_tokenizer
-from stages.store.tables import PAIRS, random_access
-from stages.store.tracking import tracking
+from stages.training.steps import check_weights
+from stages.training.supervised import Fit, Recipe
+from stages.training.tracking import tracking
 
 
 @click.command(cls=Stage)

@@ -13,19 +13,19 @@ from pathlib import Path
 import click
 import torch
 
-from stages.core.models.compute import accelerator as make_accelerator
-from stages.core.sft import loss_share, predicted
-from stages.core.training.steps import check_weights
-from stages.core.training.supervised import Fit, Recipe
+from stages.base import params
+from stages.base.command import Stage, progress, say
+from stages.base.files import replacing
+from stages.base.metrics import write_json
+from stages.base.tables import SFT, random_access
+from stages.base.tokenizers import load_tokenizer
 from stages.knobs.train_sft import Knobs
-from stages.store.checkpoints import load_policy, save_model
-from stages.store.common import params
-from stages.store.common.command import Stage, progress, say
-from stages.store.common.files import replacing
-from stages.store.common.metrics import write_json
-from stages.store.sources.tokenizers import load_tokenizer
-from stages.store.tables import SFT, random_access
-from stages.store.tracking import tracking
+from stages.models.checkpoints import load_policy, save_model
+from stages.models.compute import accelerator as make_accelerator
+from stages.training.sft import loss_share, predicted
+from stages.training.steps import check_weights
+from stages.training.supervised import Fit, Recipe
+from stages.training.tracking import tracking
 
 
 @click.command(cls=Stage)

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from stages.core.rl.objectives import OBJECTIVES
-from stages.store.common.params import all_knobs, keys
-from tests.tiny import plain
+from stages.base.params import all_knobs, keys
+from stages.rl.objectives import OBJECTIVES
+from tests.helpers.tiny import plain
 from tools.knobs_page import page
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from dvc.dependency import param
 
-from stages.store.common.params import all_knobs, keys
-from tests.clone import copy_of_working_tree, run
-from tests.tiny import ROOT, change, dotted, plain, small_params, write
+from stages.base.params import all_knobs, keys
+from tests.helpers.clone import copy_of_working_tree, run
+from tests.helpers.tiny import ROOT, change, dotted, plain, small_params, write
 from tools.sync_dvc import bodies, code_dependencies, derived, imported_modules, script_of
 
 DOCUMENT = plain(ROOT / "dvc.yaml")
@@ -57,9 +57,25 @@ def imports(tmp_path_factory) -> dict[str, set[str]]:
     return found
 
 
+COSTLY = ("train_sft", "train_rm", "rollout", "optimize")
+
+
 @pytest.mark.parametrize("name", BODIES)
-def test_a_stage_declares_exactly_the_modules_that_its_script_imports(name, imports):
-    assert declared_modules(BODIES[name]) == imports[script_of(BODIES[name])]
+def test_a_stage_declares_every_module_that_its_script_imports(name, imports):
+    assert declared_modules(BODIES[name]) >= imports[script_of(BODIES[name])]
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_at_most_five_modules_that_a_costly_stage_does_not_run_make_it_stale(name, imports):
+    idle = declared_modules(BODIES[name]) - imports[script_of(BODIES[name])]
+    assert len(idle) <= 5, sorted(idle)
+
+
+def test_code_dependencies_are_rooms_and_few():
+    deps = [d for stage in BODIES.values() for d in stage["deps"] if d.startswith("stages/")]
+    assert len(deps) <= 100
+    single = [d for d in deps if d.endswith(".py")]
+    assert {str(Path(d).parent) for d in single} == {"stages", "stages/knobs"}
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -88,22 +104,17 @@ for name in sys.argv[1:]:
     assert len(lines) >= len(imports)
 
 
-def test_an_import_inside_a_function_counts(tmp_path):
-    (tmp_path / "stages" / "core").mkdir(parents=True)
-    (tmp_path / "stages" / "core" / "late.py").write_text("import stages.core.later\n")
-    (tmp_path / "stages" / "core" / "later.py").write_text("")
-    (tmp_path / "stages" / "core" / "unused.py").write_text("")
+def test_an_import_inside_a_function_counts_and_a_room_stands_for_its_modules(tmp_path):
+    (tmp_path / "stages" / "rl").mkdir(parents=True)
+    (tmp_path / "stages" / "rl" / "late.py").write_text("import stages.base.later\n")
+    (tmp_path / "stages" / "rl" / "unused.py").write_text("")
+    (tmp_path / "stages" / "base").mkdir(parents=True)
+    (tmp_path / "stages" / "base" / "later.py").write_text("")
     script = tmp_path / "stages" / "x.py"
-    script.write_text("def f():\n    from stages.core import late\n    return late\n")
+    script.write_text("def f():\n    from stages.rl import late\n    return late\n")
     found = {p.name for p in imported_modules(script, tmp_path)}
     assert found == {"x.py", "late.py", "later.py"}
-    assert code_dependencies(script, tmp_path) == [
-        "stages/core/late.py",
-        "stages/core/later.py",
-        "stages/x.py",
-    ]
-    (tmp_path / "stages" / "core" / "unused.py").unlink()
-    assert code_dependencies(script, tmp_path) == ["stages/core", "stages/x.py"]
+    assert code_dependencies(script, tmp_path) == ["stages/base", "stages/rl", "stages/x.py"]
 
 
 def test_every_module_is_imported_by_some_stage(imports):
@@ -112,45 +123,25 @@ def test_every_module_is_imported_by_some_stage(imports):
 
 def test_a_template_is_a_dependency_of_the_stage_that_fills_it():
     templates = [str(p.relative_to(ROOT)) for p in (ROOT / "stages").rglob("*.j2")]
-    assert templates == ["stages/core/page/page.html.j2"]
+    assert templates == ["stages/page/page.html.j2"]
     assert any(covers(dep, templates[0]) for dep in BODIES["report"]["deps"])
 
 
-# By hand: who must run again after an edit.
+# By hand: who must run again after an edit, room by room.
+SAMPLE = {"rollout", "evaluate", "evaluate_sft"}
+READ_ROWS = SAMPLE | {"prepare_task", "tokenize_sft", "tokenize_preferences"}
+TRAIN = {"train_sft", "train_rm", "optimize"}
 EDITS = {
-    "stages/core/rl/objectives.py": {"optimize"},
-    "stages/core/rl/advantages.py": {"optimize"},
-    "stages/core/rl/kl.py": {"optimize"},
-    "stages/core/sft.py": {"train_sft"},
-    "stages/core/preferences.py": {"train_rm"},
-    "stages/core/scoring.py": {"score"},
-    "stages/core/tiny.py": {"prepare_model"},
-    "stages/core/rollouts/engine.py": {"rollout", "evaluate", "evaluate_sft"},
-    "stages/core/rollouts/sampling.py": {"rollout", "evaluate", "evaluate_sft"},
-    "stages/core/rollouts/rewards.py": {"rollout", "evaluate", "evaluate_sft"},
-    "stages/core/reward_model.py": {"train_rm", "score", "optimize"},
-    "stages/core/text/chat.py": {
-        "prepare_model",
-        "tokenize_sft",
-        "tokenize_preferences",
-        "rollout",
-        "evaluate",
-        "evaluate_sft",
-    },
-    "stages/core/rows/layouts.py": {
-        "prepare_task",
-        "tokenize_sft",
-        "tokenize_preferences",
-        "rollout",
-        "evaluate",
-        "evaluate_sft",
-    },
-    "stages/core/training/batching.py": {"train_sft", "train_rm", "optimize"},
-    "stages/core/page/page.py": {"report"},
-    "stages/store/tracking.py": {"train_sft", "train_rm", "optimize"},
+    "stages/base/params.py": set(BODIES),
+    "stages/text/chat.py": READ_ROWS | {"prepare_model"},
+    "stages/rows/layouts.py": READ_ROWS,
+    "stages/models/forward.py": SAMPLE | TRAIN | {"prepare_model", "score"},
+    "stages/training/batching.py": TRAIN,
+    "stages/rollouts/engine.py": SAMPLE,
+    "stages/rl/objectives.py": {"optimize"},
+    "stages/page/page.py": {"report"},
     "stages/knobs/optimize.py": {"optimize"},
     "stages/knobs/rollout.py": {"rollout"},
-    "stages/store/common/params.py": set(BODIES),
 }
 
 
@@ -166,7 +157,9 @@ def used_names(modules: set[str]) -> set[str]:
         for node in ast.walk(ast.parse((ROOT / module).read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute):
                 names.add(node.attr)
-            elif isinstance(node, ast.ClassDef) and not module.startswith("stages/knobs"):
+            elif isinstance(node, ast.ClassDef) and not module.startswith(
+                ("stages/knobs", "stages/base/knobs")
+            ):
                 names |= {f.target.id for f in node.body if isinstance(f, ast.AnnAssign)}
     return names
 
@@ -187,9 +180,9 @@ def test_every_knob_that_a_stage_declares_is_used_by_its_code(script, imports):
 def test_a_stage_reads_params_yaml_through_its_own_knobs_alone(script, imports):
     """What a stage's `Knobs` does not name it cannot read: fields that are not there are errors."""
     knobs = {name for name in imports[script] if name.startswith("stages/knobs/")}
-    assert knobs == {"stages/knobs/base.py", f"stages/knobs/{script}.py"}
+    assert knobs == {f"stages/knobs/{script}.py"}
     whole = getattr(KNOBS[script], "whole_file", False)  # declared as such
-    for module in imports[script] - {"stages/store/common/params.py"} if not whole else []:
+    for module in imports[script] - {"stages/base/params.py"} if not whole else []:
         text = (ROOT / module).read_text(encoding="utf-8")
         assert not re.search(r"PARAMS\b|params\.read|ruamel|params_show", text), module
     calls = re.findall(r"params\.load\((\w*)\)", (ROOT / f"stages/{script}.py").read_text())
@@ -376,8 +369,8 @@ def test_each_key_in_turn_makes_exactly_the_stages_stale_that_read_it(committed,
     assert len(seen) > 100
 
 
-def test_each_module_in_turn_makes_exactly_the_stages_stale_that_import_it(
-    committed, dependencies, imports
+def test_each_module_in_turn_makes_exactly_the_stages_stale_that_declare_it(
+    committed, dependencies
 ):
     code = defaultdict(list)
     for stage, dep in dependencies:
@@ -390,7 +383,7 @@ def test_each_module_in_turn_makes_exactly_the_stages_stale_that_import_it(
             # The same file in the lock entries of all stages: one answers for the others.
             stale = {name for name, found in code.items() if found[0][1].status()}
         assert {stage for name in stale for stage, _ in code[name]} == {
-            name for name, stage in BODIES.items() if module in imports[script_of(stage)]
+            name for name, stage in BODIES.items() if module in declared_modules(stage)
         }, module
 
 
@@ -458,7 +451,7 @@ def test_another_start_of_a_round_concerns_that_round_and_the_report(committed):
     assert found == {"rollout@2", "score@2", "optimize@2", "report"}
 
 
-@pytest.mark.parametrize("module", ["stages/core/rl/objectives.py", "stages/core/text/chat.py"])
+@pytest.mark.parametrize("module", ["stages/rl/objectives.py", "stages/text/chat.py"])
 def test_an_edited_module_makes_exactly_its_stages_stale(committed, module):
     path = committed / module
     with Changed(path):
@@ -467,19 +460,6 @@ def test_an_edited_module_makes_exactly_its_stages_stale(committed, module):
     assert names_of(found) == EDITS[module]
     for changes in found.values():
         assert all(covers(dependency, module) for dependency in changes)
-
-
-def test_a_new_module_that_nobody_imports_makes_no_stage_stale_after_sync(committed):
-    """A new file in a folder that stands for all its modules: the tool then lists them singly."""
-    path = committed / "stages" / "core" / "rl" / "new.py"
-    path.write_text("X = 1\n")
-    try:
-        script = committed / "stages" / "optimize.py"
-        dependencies = code_dependencies(script, committed)
-        assert "stages/core/rl" not in dependencies
-        assert "stages/core/rl/objectives.py" in dependencies
-    finally:
-        path.unlink()
 
 
 def test_a_rule_or_a_file_under_data_source_concerns_the_stages_that_may_read_it(committed):
@@ -503,16 +483,16 @@ def test_a_model_under_models_source_concerns_the_stage_that_reads_it(committed)
 
 
 LITTER = [
-    "stages/core/__pycache__/errors.cpython-311.pyc",
-    "stages/store/common/__pycache__/params.cpython-312.pyc",
+    "stages/base/__pycache__/errors.cpython-311.pyc",
+    "stages/rows/__pycache__/params.cpython-312.pyc",
     "data/source/__pycache__/my_rules.cpython-311.pyc",
-    "stages/core/rl/.objectives.py.swp",
-    "stages/core/rl/.objectives.py.swo",
-    "stages/core/rl/objectives.py~",
-    "stages/core/rl/#objectives.py#",
-    "stages/core/rl/.#objectives.py",
-    "stages/core/rl/.DS_Store",
-    "stages/core/rl/.ipynb_checkpoints/objectives-checkpoint.py",
+    "stages/rl/.objectives.py.swp",
+    "stages/rl/.objectives.py.swo",
+    "stages/rl/objectives.py~",
+    "stages/rl/#objectives.py#",
+    "stages/rl/.#objectives.py",
+    "stages/rl/.DS_Store",
+    "stages/rl/.ipynb_checkpoints/objectives-checkpoint.py",
     "data/source/.gitkeep",
     "data/curves/optimize/.1.csv.partial",
     "data/figures/.gitignore",

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.tiny import ROOT
+from tests.helpers.tiny import ROOT
 
 pytestmark = pytest.mark.slow
 
-OBJECTIVES = "stages/core/rl/objectives.py"
-ADVANTAGES = "stages/core/rl/advantages.py"
-EPOCHS = "stages/core/rl/epochs.py"
+OBJECTIVES = "stages/rl/objectives.py"
+ADVANTAGES = "stages/rl/advantages.py"
+EPOCHS = "stages/rl/epochs.py"
 
 
 @dataclass(frozen=True)
@@ -128,13 +128,13 @@ FAULTS = [
     Fault("KL over padding", ADVANTAGES, "torch.where(action_mask, kl, 0.0).sum(1)", "kl.sum(1)"),
     Fault(
         "policy and reference swapped",
-        "stages/core/rl/kl.py",
+        "stages/rl/kl.py",
         "x = log_probs - log_probs_ref",
         "x = log_probs_ref - log_probs",
     ),
     Fault(
         "k3 without its control",
-        "stages/core/rl/kl.py",
+        "stages/rl/kl.py",
         "return torch.expm1(-x) + x",
         "return torch.expm1(-x)",
     ),
@@ -154,51 +154,51 @@ FAULTS = [
     Fault("vf_coef forgotten", EPOCHS, "yield settings.vf_coef * torch", "yield torch"),
     Fault(
         "temperature multiplied",
-        "stages/core/models/log_probs.py",
+        "stages/models/log_probs.py",
         "torch.float32)) / temperature",
         "torch.float32)) * temperature",
-        "tests/core/models",
+        "tests/models",
     ),
     Fault(
         "reward model prefers the rejected",
-        "stages/core/preferences.py",
+        "stages/training/bradley_terry.py",
         "gap = chosen - rejected\n    if margin",
         "gap = rejected - chosen\n    if margin",
-        "tests/core/test_preferences.py",
+        "tests/training/test_bradley_terry.py",
     ),
     Fault(
         "score read one token early",
-        "stages/core/reward_model.py",
+        "stages/models/scorers.py",
         "states.lengths]\n    return scorer.score(last)",
         "states.lengths - 1]\n    return scorer.score(last)",
-        "tests/core/test_reward_model.py",
+        "tests/models/test_scorers.py",
     ),
     Fault(
         "states of the answer read one token late",
-        "stages/core/models/forward.py",
+        "stages/models/forward.py",
         "[len(rest) - 1 for rest in rests], completions",
         "[len(rest) for rest in rests], completions",
-        "tests/core/models",
+        "tests/models",
     ),
     Fault(
         "micro-batches averaged, not added",
-        "stages/core/training/steps.py",
+        "stages/training/steps.py",
         "total, kept = total + loss.detach(), kept + 1",
         "total, kept = total + loss.detach() / 2, kept + 1",
-        "tests/core/training",
+        "tests/training",
     ),
     Fault(
         "rate of 0 in the first update",
-        "stages/core/training/steps.py",
+        "stages/training/steps.py",
         "learning_rate(done + 1,",
         "learning_rate(done,",
-        "tests/core/training",
+        "tests/training",
     ),
 ]
 
 
 def module_tests(module: str) -> str:
-    """stages/core/rl/kl.py -> tests/core/rl/test_kl.py"""
+    """stages/rl/kl.py -> tests/rl/test_kl.py"""
     folder, name = module.rsplit("/", 1)
     return f"tests{folder.removeprefix('stages')}/test_{name}"
 

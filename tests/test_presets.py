@@ -8,8 +8,8 @@ import sys
 import pytest
 from dvc.utils.hydra import apply_overrides
 
-from stages.store.common import params
-from tests.tiny import ROOT, dotted, plain
+from stages.base import params
+from tests.helpers.tiny import ROOT, dotted, plain
 
 spec = importlib.util.spec_from_file_location("preset", ROOT / "tools" / "preset.py")
 preset = importlib.util.module_from_spec(spec)

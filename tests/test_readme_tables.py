@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner
 from datasets import Dataset
 
-from stages.core.tiny import byte_tokenizer, random_llama
+from stages.models.checkpoints import save_model
+from stages.models.tiny import byte_tokenizer, random_llama
 from stages.show import show
-from stages.store.checkpoints import save_model
-from tests.handmade import COMPLETIONS, write_run
-from tests.tiny import ROOT
+from tests.helpers.handmade import COMPLETIONS, write_run
+from tests.helpers.tiny import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

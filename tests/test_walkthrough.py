@@ -1,7 +1,7 @@
 """docs/walkthrough.md says what the code does; run in a process of its own, as it sets threads."""
 
-from tests.clone import run
-from tests.tiny import ROOT
+from tests.helpers.clone import run
+from tests.helpers.tiny import ROOT
 
 LAST = "tensor([[-0.6000, -0.8000]])"  # the gradient (3, 4), clipped
 

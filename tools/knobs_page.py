@@ -8,8 +8,8 @@ from typing import Literal, Union, get_args, get_origin
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from stages.knobs.base import Section  # noqa: E402
-from stages.store.common.params import all_knobs, read  # noqa: E402
+from stages.base.knobs import Section  # noqa: E402
+from stages.base.params import all_knobs, read  # noqa: E402
 
 INTRODUCTION = """# Knobs
 

@@ -3,8 +3,8 @@
     python tools/sync_dvc.py            # say what differs
     python tools/sync_dvc.py --write    # mend it
 
-For each stage: the modules that its script imports, at any depth (a folder stands for all modules
-in it when the script imports every one), and the keys of its `Knobs` (with `whole_file` params.yaml
+For each stage: the rooms (folders of stages/) that its script imports from, at any depth, its own
+module of knobs, and the keys of its `Knobs` (with `whole_file` params.yaml
 as a whole). Data, outs and comments stay as they are.
 """
 
@@ -27,14 +27,14 @@ def imported_modules(script: Path, root: Path = ROOT) -> set[Path]:
         found.add(path)
         packages = [parent / "__init__.py" for parent in path.parents if root in parent.parents]
         waiting += [package for package in packages if package.is_file()]
-        for name in _imports(ast.parse(path.read_text(encoding="utf-8"))):
+        for name in imports_of(ast.parse(path.read_text(encoding="utf-8"))):
             module = root / (name.replace(".", "/") + ".py")
             if module.is_file():
                 waiting.append(module)
     return found
 
 
-def _imports(tree: ast.AST) -> Iterator[str]:
+def imports_of(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -44,16 +44,15 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 
 
 def code_dependencies(script: Path, root: Path = ROOT) -> list[str]:
-    """Sorted paths for `deps`: folders whose modules are all imported, and single modules."""
+    """Sorted paths for `deps`: each room that the script imports from, its knobs, itself.
+
+    A room (a folder of stages/) is named whole, so that the folder answers what runs again when a
+    module in it is touched. Scripts and knobs, of which a stage has one each, are named singly.
+    """
+    single = {root / "stages", root / "stages" / "knobs"}
     modules = imported_modules(script, root)
-    paths = set()
-    for module in modules:
-        folder = module.parent
-        inside = set(folder.rglob("*.py"))
-        whole = folder != root / "stages" and inside <= modules and len(inside) > 1
-        paths.add(folder if whole else module)
-    outermost = [path for path in paths if not paths & set(path.parents)]
-    return sorted(str(path.relative_to(root)) for path in outermost)
+    paths = {module if module.parent in single else module.parent for module in modules}
+    return sorted(str(path.relative_to(root)) for path in paths)
 
 
 def script_of(stage: dict) -> str:
@@ -63,7 +62,7 @@ def script_of(stage: dict) -> str:
 
 def derived(stage: dict, root: Path = ROOT) -> tuple[list[str], list[str]]:
     """A stage of dvc.yaml -> the deps and params that it must have; its data deps come first."""
-    from stages.store.common.params import all_knobs, keys
+    from stages.base.params import all_knobs, keys
 
     script = script_of(stage)
     knobs = all_knobs()[script]

@@ -1,6 +1,6 @@
 """Knobs of `evaluate` and `evaluate_sft`."""
 
-from stages.knobs.base import (
+from stages.base.knobs import (
     Compute,
     MaxNewTokens,
     PromptSource,

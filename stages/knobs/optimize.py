@@ -4,7 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from stages.knobs.base import (
+from stages.base.knobs import (
     BatchAcc,
     Beta,
     Compute,
@@ -84,7 +84,7 @@ class Knobs(Compute):
 
     @model_validator(mode="after")
     def objective_fits(self) -> Self:
-        from stages.core.rl.objectives import OBJECTIVES
+        from stages.rl.objectives import OBJECTIVES
 
         if self.loss not in OBJECTIVES:
             raise ValueError(f"loss: found {self.loss!r}, expected one of {', '.join(OBJECTIVES)}")

@@ -1,6 +1,6 @@
 """Knobs of `prepare_model`."""
 
-from stages.knobs.base import Revision, Section, Seed, Trust, flag, number, text, whole
+from stages.base.knobs import Revision, Section, Seed, Trust, flag, number, text, whole
 
 
 class Model(Trust):

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from stages.knobs.base import (
+from stages.base.knobs import (
     PreferenceSource,
     PromptSource,
     Section,

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from stages.knobs.base import Section
+from stages.base.knobs import Section
 
 
 def chain_of_rounds(rounds: Any) -> Any:

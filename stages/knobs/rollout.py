@@ -4,7 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from stages.knobs.base import (
+from stages.base.knobs import (
     Compute,
     MaxNewTokens,
     NumRollouts,

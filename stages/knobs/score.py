@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from stages.knobs.base import Beta, Compute, Critic, Section, Temperature, whole
+from stages.base.knobs import Beta, Compute, Critic, Section, Temperature, whole
 
 Weight = Annotated[
     float | None, Field(description="Weight of this component in `reward`; null: left out.")

@@ -1,6 +1,6 @@
 """Knobs of `split_preferences`."""
 
-from stages.knobs.base import Section, Seed, number
+from stages.base.knobs import Section, Seed, number
 
 
 class Preferences(Section):

@@ -1,6 +1,6 @@
 """Knobs of `tokenize_preferences`."""
 
-from stages.knobs.base import PreferenceSource, Section, Seed, Trust, whole
+from stages.base.knobs import PreferenceSource, Section, Seed, Trust, whole
 
 
 class Preferences(PreferenceSource):

@@ -1,6 +1,6 @@
 """Knobs of `tokenize_sft`."""
 
-from stages.knobs.base import Section, Seed, SftSource, Trust, choice, whole
+from stages.base.knobs import Section, Seed, SftSource, Trust, choice, whole
 
 
 class Sft(SftSource):

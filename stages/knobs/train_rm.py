@@ -1,6 +1,6 @@
 """Knobs of `train_rm`."""
 
-from stages.knobs.base import Compute, Nonfinite, Seed, Training, number
+from stages.base.knobs import Compute, Nonfinite, Seed, Training, number
 
 
 class Rm(Training):

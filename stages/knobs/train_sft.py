@@ -1,6 +1,6 @@
 """Knobs of `train_sft`."""
 
-from stages.knobs.base import Compute, Nonfinite, Seed, Training
+from stages.base.knobs import Compute, Nonfinite, Seed, Training
 
 
 class Knobs(Compute):

@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from tests.clone import copy_of_working_tree, run
-from tests.tiny import plain, small_params, write
+from tests.helpers.clone import copy_of_working_tree, run
+from tests.helpers.tiny import plain, small_params, write
 
 MODEL = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
 

@@ -52,7 +52,7 @@ class Clock:
 
 def started(knobs):
     """The accelerator of these knobs, and its device."""
-    from stages.core.models.compute import accelerator
+    from stages.models.compute import accelerator
 
     made = accelerator(knobs.device, knobs.precision, knobs.threads)
     return made, made.device
@@ -63,8 +63,8 @@ def supervised(stage, load, path: str, schema, steps: int, size_of, knobs, recip
 
     `size_of(rows, numbers)` is what a step's rows come to, in the unit that is counted.
     """
-    from stages.core.training.batching import plan_epoch
-    from stages.store.tables import random_access
+    from stages.base.tables import random_access
+    from stages.training.batching import plan_epoch
 
     accelerator, device = started(knobs)
     with random_access(Path(path), schema) as rows:
@@ -86,10 +86,10 @@ def supervised(stage, load, path: str, schema, steps: int, size_of, knobs, recip
 
 def sft(args) -> dict:
     from stages import train_sft
+    from stages.base import params
+    from stages.base.tables import SFT
     from stages.knobs.train_sft import Knobs
-    from stages.store.checkpoints import load_policy
-    from stages.store.common import params
-    from stages.store.tables import SFT
+    from stages.models.checkpoints import load_policy
 
     knobs = params.load(Knobs)
 
@@ -103,10 +103,10 @@ def sft(args) -> dict:
 
 def reward(args) -> dict:
     from stages import train_rm
+    from stages.base import params
+    from stages.base.tables import PAIRS
     from stages.knobs.train_rm import Knobs
-    from stages.store.checkpoints import new_scorer
-    from stages.store.common import params
-    from stages.store.tables import PAIRS
+    from stages.models.checkpoints import new_scorer
 
     knobs = params.load(Knobs)
 
@@ -123,13 +123,13 @@ class Round:
 
     def __init__(self, prompts: int):
         from stages import optimize, rollout
-        from stages.core.training.steps import adamw
+        from stages.base import params
+        from stages.base.tokenizers import load_tokenizer
         from stages.knobs.optimize import Knobs as OptimizeKnobs
         from stages.knobs.rollout import Knobs
-        from stages.store.checkpoints import load_policy
-        from stages.store.common import params
-        from stages.store.sources.prompts import load_prompts
-        from stages.store.sources.tokenizers import load_tokenizer
+        from stages.models.checkpoints import load_policy
+        from stages.rollouts.prompts import load_prompts
+        from stages.training.steps import adamw
 
         knobs, learning = params.load(Knobs), params.load(OptimizeKnobs)
         self.accelerator, self.device = started(knobs)
@@ -152,7 +152,7 @@ class Round:
     def optimize(self, number: int, rows: list[dict]) -> None:
         from dataclasses import replace
 
-        from stages.core.rl.epochs import Seen, optimize, targets
+        from stages.rl.epochs import Seen, optimize, targets
 
         settings = replace(self.settings, round_number=number)
         goal, seen = targets(rows, settings), Seen(len(rows))
@@ -189,11 +189,11 @@ def memory(args) -> dict:
 
     Nothing else is written between rounds; the numbers are those of the stages.
     """
-    from stages.core.chunks import chunks
-    from stages.core.scoring import reference_log_probs, scores_and_values, total_reward
+    from stages.base import params
+    from stages.base.chunks import chunks
     from stages.knobs.score import Knobs
-    from stages.store.checkpoints import TrainerState, load_policy, load_scorer, save_policy
-    from stages.store.common import params
+    from stages.models.checkpoints import TrainerState, load_policy, load_scorer, save_policy
+    from stages.models.scoring import reference_log_probs, scores_and_values, total_reward
 
     run, knobs = Round(args.prompts), params.load(Knobs)
     scorer = load_scorer(Path("rm"), knobs.attention, run.device)
@@ -237,11 +237,11 @@ def stage(name: str, *words) -> None:
 
 def tokenize(args) -> dict:
     """`tokenize_sft`'s work: rows of a JSONL file to ids and labels in a Parquet file."""
+    from stages.base import params
+    from stages.base.tables import SFT, write_batches
+    from stages.base.tokenizers import load_tokenizer
     from stages.knobs.tokenize_sft import Knobs
-    from stages.store.common import params
-    from stages.store.sources.inputs import Intake, open_source, tokenized
-    from stages.store.sources.tokenizers import load_tokenizer
-    from stages.store.tables import SFT, write_batches
+    from stages.rows.inputs import Intake, open_source, tokenized
     from stages.tokenize_sft import encode
 
     knobs, tokenizer = params.load(Knobs), load_tokenizer(BASE)

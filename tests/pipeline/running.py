@@ -4,8 +4,8 @@ import re
 import shutil
 from pathlib import Path
 
-from tests.clone import run
-from tests.tiny import plain, small_params, write
+from tests.helpers.clone import run
+from tests.helpers.tiny import plain, small_params, write
 
 ONCE = {
     "prepare_task",

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.clone import ENVIRONMENT, run
+from tests.helpers.clone import ENVIRONMENT, run
 from tests.pipeline.running import ALL, changed, duplicate, dvc, executed, lock_entries, lock_of
 
 pytestmark = pytest.mark.slow

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from tests.clone import run
+from tests.helpers.clone import run
+from tests.helpers.tiny import dotted, plain, small_params
 from tests.pipeline.running import dvc, executed
-from tests.tiny import dotted, plain, small_params
 
 pytestmark = pytest.mark.slow
 

@@ -18,9 +18,9 @@ from textwrap import dedent
 
 import pytest
 
-from tests.clone import ENVIRONMENT
+from tests.helpers.clone import ENVIRONMENT
+from tests.helpers.tiny import plain, write
 from tests.pipeline.running import ALL, content, duplicate, dvc, lock_entries, outputs
-from tests.tiny import plain, write
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from stages.store.common import command
-from tests.clone import ENVIRONMENT, commit, run
+from stages.base import command
+from tests.helpers.clone import ENVIRONMENT, commit, run
+from tests.helpers.tiny import command_line
 from tests.pipeline.running import (
     ALL,
     changed,
@@ -22,7 +23,6 @@ from tests.pipeline.running import (
     restored,
     set_params,
 )
-from tests.tiny import command_line
 
 pytestmark = pytest.mark.slow
 

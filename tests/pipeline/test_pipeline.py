@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from tests.clone import commit, run
+from tests.helpers.clone import commit, run
+from tests.helpers.tiny import plain
 from tests.pipeline.running import (
     ALL,
     changed,
@@ -16,7 +17,6 @@ from tests.pipeline.running import (
     restored,
     set_params,
 )
-from tests.tiny import plain
 
 pytestmark = pytest.mark.slow
 

@@ -11,20 +11,12 @@ from click.testing import CliRunner
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
 
-from stages.core.chunks import chunks
-from stages.core.rl.epochs import Seen, optimize, targets
-from stages.core.rollouts.engine import Engine
-from stages.core.rollouts.rewards import Rules
-from stages.core.rollouts.sampling import Sampling
-from stages.core.scoring import reference_log_probs, scores_and_values, total_reward
-from stages.core.training.steps import adamw
+from stages.base import command, params
+from stages.base.chunks import chunks
+from stages.base.tables import BUFFERS, ROLLOUTS, read_provenance
 from stages.knobs.optimize import Knobs as OptimizeKnobs
 from stages.knobs.rollout import Knobs as RolloutKnobs
-from stages.optimize import make_settings
-from stages.optimize import optimize as optimize_command
-from stages.rollout import rollout as rollout_command
-from stages.score import score as score_command
-from stages.store.checkpoints import (
+from stages.models.checkpoints import (
     TrainerState,
     load_optimizer,
     load_policy,
@@ -35,10 +27,18 @@ from stages.store.checkpoints import (
     save_optimizer,
     save_policy,
 )
-from stages.store.common import command, params
-from stages.store.sources.prompts import load_prompts
-from stages.store.tables import BUFFERS, ROLLOUTS, read_provenance
-from tests.models import (
+from stages.models.scoring import reference_log_probs, scores_and_values, total_reward
+from stages.optimize import make_settings
+from stages.optimize import optimize as optimize_command
+from stages.rl.epochs import Seen, optimize, targets
+from stages.rollout import rollout as rollout_command
+from stages.rollouts.engine import Engine
+from stages.rollouts.prompts import load_prompts
+from stages.rollouts.rewards import Rules
+from stages.rollouts.sampling import Sampling
+from stages.score import score as score_command
+from stages.training.steps import adamw
+from tests.helpers.models import (
     buffer_row,
     byte_tokenizer,
     cpu_accelerator,

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.tiny import ROOT, command_line, small_params, write
+from tests.helpers.tiny import ROOT, command_line, small_params, write
 
 
 def peak_of(folder, stage: str, **knobs) -> int:

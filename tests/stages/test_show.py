@@ -8,12 +8,12 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from stages.core.tiny import byte_tokenizer, random_llama
+from stages.base.tables import SFT, write_table
+from stages.models.checkpoints import save_model
+from stages.models.tiny import byte_tokenizer, random_llama
 from stages.show import show
-from stages.store.checkpoints import save_model
-from stages.store.tables import SFT, write_table
-from tests.handmade import write_run
-from tests.tiny import ROOT
+from tests.helpers.handmade import write_run
+from tests.helpers.tiny import ROOT
 
 
 @pytest.fixture(scope="module")

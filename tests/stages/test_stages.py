@@ -25,17 +25,16 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from stages.core import tiny
-from stages.core.page.page import visible
-from stages.core.reward_model import scores
-from stages.core.rl.objectives import OBJECTIVES
+from stages.base import command, params, tables
+from stages.models import tiny
+from stages.models.checkpoints import load_scorer
+from stages.models.scorers import scores
+from stages.page.page import visible
 from stages.prepare_model import set_padding
-from stages.store import tables
-from stages.store.checkpoints import load_scorer
-from stages.store.common import command, params
-from stages.store.tracking import VARIABLE
-from tests.own_code import CODE, bring_code
-from tests.tiny import ROOT, SMALL, command_line, small_params, write
+from stages.rl.objectives import OBJECTIVES
+from stages.training.tracking import VARIABLE
+from tests.helpers.own_code import CODE, bring_code
+from tests.helpers.tiny import ROOT, SMALL, command_line, small_params, write
 
 ORDER = [
     "prepare_task",

@@ -1,0 +1,18 @@
+"""The one error that a person can mend: what came in is not what was asked for."""
+
+
+class InputError(Exception):
+    """Bad input. The message names the file, row or key, what was found and what was expected.
+
+    Scripts turn it into a one-line message and exit code 1, and say in one more line what to do
+    next; anything else is a fault of the code.
+    """
+
+    advice = "mend that, then `dvc repro`: stages that ended well are not run again"
+
+
+class BadKnob(InputError):
+    """A knob whose value cannot be used here: `key` is its dotted name in params.yaml."""
+
+    def __init__(self, key: str, problem: str):
+        super().__init__(f"params.yaml: {key}: {problem}")

@@ -1,0 +1,44 @@
+"""What a model folder may hold: no pickle, and code only where model.trust_remote_code is true."""
+
+from pathlib import Path
+
+from stages.base.command import spelled_out
+from stages.base.errors import InputError
+from stages.base.metrics import read_json
+
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+
+
+def files_of(folder: Path, *suffixes: str) -> str:
+    """Names of the files below a folder that end so, for a message; empty where there is none."""
+    found = (path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
+    names = sorted(spelled_out(path.relative_to(folder).as_posix()) for path in found)
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return ", ".join(names[:6]) + more
+
+
+def check_pickles(folder: Path, remedy: str) -> None:
+    """Raise InputError where the folder holds pickled files, at any depth."""
+    if found := files_of(folder, *PICKLES):
+        raise InputError(f"{folder}: found {found}, and pickles are never read; {remedy}")
+
+
+def check_own(folder: Path, trust: bool) -> None:
+    """Both checks for the folder of a stage, none of which writes pickles."""
+    check_pickles(folder, "a model from elsewhere comes in through model.source")
+    check_code(folder, trust)
+
+
+def check_code(folder: Path, trust: bool) -> None:
+    """Raise InputError where the folder holds or names Python code, unless it is trusted."""
+    if trust:
+        return
+    found = files_of(folder, ".py")
+    for name in ("config.json", "tokenizer_config.json"):
+        if not found and (folder / name).is_file() and "auto_map" in read_json(folder / name):
+            found = f"auto_map in {name}"
+    if found:
+        raise InputError(
+            f"{folder}: found {found}: code that the model brings along."
+            " model.trust_remote_code: true would run the code"
+        )

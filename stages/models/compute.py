@@ -1,0 +1,75 @@
+"""Device, precision and threads, in one place: every stage that runs a model starts here."""
+
+import ctypes
+import math
+import sys
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from stages.base.errors import BadKnob, InputError
+
+SHORT = 160  # keys, from where on the fused kernel is the faster one
+
+
+def accelerator(device: str, precision: str, threads: int) -> Accelerator:
+    """(device, precision, threads) knobs -> an Accelerator; `InputError` if the device is absent.
+
+    Also under a launcher of several processes: a stage does not share its rows among them yet.
+
+    Float32 matrix products stay float32 (no TF32), so that log-probs of two passes agree.
+    """
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not present.get(device, True):
+        raise BadKnob("device", f"found {device!r}, but this machine has none")
+    keep_freed_memory()
+    torch.set_num_threads(threads)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    mixed = "bf16" if precision == "bf16" else "no"
+    if device == "mps" and present["cuda"]:
+        raise BadKnob("device", "found 'mps' on a machine with CUDA")
+    made = Accelerator(cpu=device == "cpu", mixed_precision=mixed)
+    if made.num_processes > 1:
+        raise InputError(
+            f"found {made.num_processes} processes, expected one: run stages by `dvc repro`,"
+            " without a launcher"
+        )
+    return made
+
+
+def attention_kernel(mask: Tensor) -> AbstractContextManager:
+    """(attention mask (N, keys)) -> what a forward pass of that width runs under.
+
+    For rows this short torch's fused attention is slow on a CPU in bf16, backwards above all; plain
+    matrix products take a third of its time (docs/performance.md).
+    """
+    slow = mask.device.type == "cpu" and torch.is_autocast_enabled("cpu")
+    if slow and torch.is_grad_enabled() and mask.shape[-1] <= SHORT:
+        return sdpa_kernel(SDPBackend.MATH)
+    return nullcontext()
+
+
+def all_finite(weight: Tensor) -> bool:
+    """Whether no number of a tensor is NaN or infinite.
+
+    Its extremes tell: a NaN among the numbers makes both NaN. `isfinite` makes a second tensor, and
+    takes several times as long.
+    """
+    return not weight.numel() or all(map(math.isfinite, weight.detach().aminmax()))
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep freed blocks of up to 32 MiB for the next tensor.
+
+    glibc hands such blocks back to the kernel, and every page taken anew costs a fault: a quarter
+    of the time of rollout and score for a small model, at the same peak (docs/performance.md). Its
+    numbers are from malloc.h. Other C libraries have no such setting.
+    """
+    trim_threshold, mmap_threshold = -1, -3
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(mmap_threshold, 32 << 20)
+        libc.mallopt(trim_threshold, 1 << 30)

@@ -1,0 +1,231 @@
+"""Hidden states of completions, with every distinct prompt computed once.
+
+Letters: B completions, U distinct prompts, P prompt tokens, T completion tokens, D hidden size, V
+vocabulary. Completions of one prompt share its keys and values, and prompts that open alike (system
+turn, instruction) share that opening: the opening runs once, its cache is expanded to the U
+prompts, theirs to the B completions. The result is that of B full rows to rounding, gradients too;
+`full_states` is that plain version.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from stages.models.compute import attention_kernel
+
+Ids = Sequence[int]
+
+# Sharing prompts costs one more pass over the layers. Where it saves less arithmetic than this, in
+# parameters times prompt tokens, the pass itself costs more (measured on two CPU cores).
+SHARING_PAYS = 5e8
+
+
+@dataclass(frozen=True)
+class States:
+    """`hidden (B, T+1, D)`: at [b, t] the state that has read the prompt and t completion tokens.
+
+    It predicts token t, and `lengths[b]` is the number of tokens of row b: states [b, :lengths[b]]
+    act, the state [b, lengths[b]] has read the whole row. `ids (B, T)` are right-padded with 0.
+    With `read_last` False the states that have read the last column are not computed, and `hidden`
+    is (B, T, D).
+    """
+
+    hidden: Tensor
+    ids: Tensor
+    lengths: Tensor
+
+    @property
+    def action_mask(self) -> Tensor:
+        """(B, T) bool: True on tokens that the policy sampled."""
+        return torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths[:, None]
+
+
+def right_pad(rows: Sequence[Ids], device=None) -> tuple[Tensor, Tensor]:
+    """(B lists) -> ids (B, T) padded with 0 on the right, lengths (B,)."""
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    padded = [list(row) + [0] * (max(map(len, rows)) - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.long, device=device), lengths
+
+
+def left_pad(rows: Sequence[Ids], device=None) -> tuple[Tensor, Tensor]:
+    """(U lists) -> ids (U, P) padded with 0 on the left, bool attention mask (U, P)."""
+    width = max(map(len, rows))
+    ids = [[0] * (width - len(row)) + list(row) for row in rows]
+    mask = [[False] * (width - len(row)) + [True] * len(row) for row in rows]
+    return (
+        torch.tensor(ids, dtype=torch.long, device=device).reshape(len(rows), width),
+        torch.tensor(mask, dtype=torch.bool, device=device).reshape(len(rows), width),
+    )
+
+
+def can_share(backbone: nn.Module) -> bool:
+    """True where every layer keeps plain keys and values: no sliding window, no recurrent state."""
+    layers = DynamicCache(config=backbone.config).layers
+    return all(type(layer) is DynamicLayer for layer in layers)
+
+
+@dataclass
+class Prefilled:
+    """Prompts that were read: cache of U rows, attention mask (U, P), last states (U, D)."""
+
+    cache: DynamicCache
+    mask: Tensor
+    last: Tensor
+
+    def select(self, rows: Tensor) -> "Prefilled":
+        """Rows (N,) of the U -> a prefill of N rows, e.g. each prompt once per completion."""
+        for layer in self.cache.layers:
+            # Its backward adds rows up; that of advanced indexing scatters single numbers, 20 times
+            # slower.
+            layer.keys = layer.keys.index_select(0, rows)
+            layer.values = layer.values.index_select(0, rows)
+        return Prefilled(self.cache, self.mask[rows], self.last[rows])
+
+
+def step(backbone: nn.Module, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
+    """(ids (N, S), mask (N, P+S) over cache and ids, cache of P) -> hidden (N, S, D).
+
+    The cache grows by S. Position ids count the visible tokens, so that padding never shifts a row.
+    """
+    positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    with attention_kernel(mask):
+        output = backbone(
+            input_ids=ids,
+            attention_mask=mask.long(),
+            position_ids=positions,
+            cache=cache,
+            use_cache=True,
+        )
+    return output.last_hidden_state
+
+
+def prefill(backbone: nn.Module, prompts: Sequence[Ids]) -> Prefilled:
+    """(U non-empty prompts) -> `Prefilled`; what they all open with runs once."""
+    opened, cache = read_opening(backbone, prompts)
+    ids, rest = left_pad([prompt[opened.shape[1] :] for prompt in prompts], backbone.device)
+    mask = torch.cat([opened, rest], 1)
+    hidden = step(backbone, ids, mask, cache)
+    return Prefilled(cache, mask, hidden[:, -1])
+
+
+def read_opening(backbone: nn.Module, prompts: Sequence[Ids]) -> tuple[Tensor, DynamicCache]:
+    """(N prompts) -> mask (N, O) and cache of what they all open with, which ran once.
+
+    O is 0 where they open differently. Each prompt keeps at least its last token to itself.
+    """
+    device, cache = backbone.device, DynamicCache(config=backbone.config)
+    opening = list(opening_of(prompts))
+    if opening:
+        mask = torch.ones(1, len(opening), dtype=torch.bool, device=device)
+        step(backbone, torch.tensor([opening], device=device), mask, cache)
+        cache.batch_repeat_interleave(len(prompts))
+    return torch.ones(len(prompts), len(opening), dtype=torch.bool, device=device), cache
+
+
+def opening_of(prompts: Sequence[Ids]) -> Ids:
+    """What all prompts open with, one token short of the shortest; empty for a single prompt."""
+    shared = commonprefix([tuple(prompt) for prompt in prompts])
+    return shared[: min(map(len, prompts)) - 1] if len(prompts) > 1 else ()
+
+
+def completion_states(
+    backbone: nn.Module,
+    prompts: Sequence[Ids],
+    completions: Sequence[Ids],
+    read_last: bool = False,
+) -> States:
+    """(B prompts, B non-empty completions) -> `States`, every distinct prompt computed once."""
+    if not can_share(backbone):
+        return full_states(backbone, prompts, completions, read_last)
+    distinct = {tuple(prompt): i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    saved = sum(map(len, prompts)) - sum(map(len, distinct))
+    saved -= (len(prompts) - len(distinct)) * len(opening_of(list(distinct)))
+    if saved * backbone.num_parameters() < SHARING_PAYS:
+        return joined_states(backbone, prompts, completions, read_last)
+    read = prefill(backbone, list(distinct))
+    if len(distinct) < len(prompts):
+        rows = [distinct[tuple(prompt)] for prompt in prompts]
+        read = read.select(torch.tensor(rows, device=backbone.device))
+    ids, lengths = right_pad(completions, backbone.device)
+    fed = ids if read_last else ids[:, :-1]
+    hidden = read.last[:, None]
+    if fed.shape[1]:
+        seen = torch.arange(fed.shape[1], device=ids.device) < lengths[:, None]
+        after = step(backbone, fed, torch.cat([read.mask, seen], 1), read.cache)
+        hidden = torch.cat([hidden, after], 1)
+    return States(hidden, ids, lengths)
+
+
+def joined_states(
+    backbone: nn.Module,
+    prompts: Sequence[Ids],
+    completions: Sequence[Ids],
+    read_last: bool = False,
+) -> States:
+    """`completion_states` with only the opening shared: one pass fewer, where that is cheaper."""
+    device = backbone.device
+    opened, cache = read_opening(backbone, prompts)
+    rests = [prompt[opened.shape[1] :] for prompt in prompts]
+    fed = [c if read_last else c[:-1] for c in completions]
+    rows, row_lengths = right_pad(
+        [[*rest, *part] for rest, part in zip(rests, fed, strict=True)], device
+    )
+    seen = torch.arange(rows.shape[1], device=device) < row_lengths[:, None]
+    hidden = step(backbone, rows, torch.cat([opened, seen], 1), cache)
+    return _cut_out(hidden, [len(rest) - 1 for rest in rests], completions, read_last)
+
+
+def full_states(
+    backbone: nn.Module,
+    prompts: Sequence[Ids],
+    completions: Sequence[Ids],
+    read_last: bool = False,
+) -> States:
+    """`completion_states` as one plain right-padded forward pass over prompt + completion."""
+    device = backbone.device
+    pairs = list(zip(prompts, completions, strict=True))
+    rows, row_lengths = right_pad([[*prompt, *completion] for prompt, completion in pairs], device)
+    mask = torch.arange(rows.shape[1], device=device) < row_lengths[:, None]
+    with attention_kernel(mask):
+        output = backbone(input_ids=rows, attention_mask=mask.long(), use_cache=False)
+    hidden = output.last_hidden_state
+    return _cut_out(hidden, [len(prompt) - 1 for prompt in prompts], completions, read_last)
+
+
+def _cut_out(
+    hidden: Tensor, starts: list[int], completions: Sequence[Ids], read_last: bool
+) -> States:
+    """Hidden states (B, S, D) of whole rows -> those from each row's start on, as `States`."""
+    device = hidden.device
+    ids, lengths = right_pad(completions, device)
+    columns = torch.arange(ids.shape[1] + read_last, device=device)
+    columns = torch.tensor(starts, device=device)[:, None] + columns
+    columns = columns.clamp(max=hidden.shape[1] - 1)[..., None]
+    return States(hidden.gather(1, columns.expand(-1, -1, hidden.shape[-1])), ids, lengths)
+
+
+def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """(..., D) -> (..., V): the language model's head on chosen states, as its own forward does."""
+    config, logits = model.config, model.get_output_embeddings()(hidden)
+    if scaling := getattr(config, "logits_scaling", None):
+        logits = logits / scaling
+    if scale := getattr(config, "logit_scale", None):
+        logits = logits * scale
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = cap * torch.tanh(logits / cap)
+    return logits
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel) -> None:
+    """Raise ValueError unless backbone and `head_logits` give what the model's own forward does."""
+    ids = torch.tensor([[0, 1]], device=model.device)
+    whole = model(input_ids=ids, use_cache=False).logits
+    parts = head_logits(model, model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-4):
+        raise ValueError(f"{type(model).__name__} does more after its backbone than its head")

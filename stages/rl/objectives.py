@@ -1,0 +1,303 @@
+"""The policy objectives: what `loss: grpo` in params.yaml means. Start at `OBJECTIVES`, below.
+
+Letters: B completions, T completion tokens, G samples of one prompt. Log-probs are in nats, ratios
+are new / old.
+
+Every loss function here has one signature, so that the training loop knows none of them by name:
+
+    (log_probs, log_probs_old, advantages, action_mask, clip) -> (loss, clipped)
+
+`log_probs`, `log_probs_old` and `action_mask` are (B, T); `advantages` is (B, T), or (B, 1) where
+a completion has one; `loss` is (B, T) and to be made smaller; `clipped` is (B, T) bool: the clip
+holds this token's gradient back. Outside `action_mask` the inputs may hold anything, NaN included,
+and the outputs are 0 and False. The loss of an optimizer step is then, over all its rows,
+
+    sum(loss * token_weights(lengths, used, aggregation, max_length)[:, None])
+
+with weights computed once for the step: each micro-batch adds its share, so that its size changes
+no gradient. A KL penalty in the loss (`kl_penalty` times beta) is added per token before that sum.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stages.rl.advantages import batch_advantages, gae, group_advantages
+from stages.rl.kl import kl_penalty
+
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"]
+
+
+@dataclass(frozen=True)
+class Clip:
+    """How far the ratio may go. A loss function takes what it knows and leaves the rest.
+
+    clip_eps_lo, clip_eps_hi  the ratio's range is 1 - lo .. 1 + hi; lo >= 1 means no lower bound
+    tau_pos, tau_neg          temperatures of SAPO's gate, for advantages above 0 and the others
+    """
+
+    clip_eps_lo: float
+    clip_eps_hi: float
+    tau_pos: float
+    tau_neg: float
+
+
+def policy_gradient_loss(
+    log_probs: Tensor, log_probs_old: Tensor, advantages: Tensor, action_mask: Tensor, clip: Clip
+) -> tuple[Tensor, Tensor]:
+    """(B, T) x4 -> (B, T), (B, T): -A log pi (REINFORCE, Williams 1992).
+
+    There is no ratio: right only for samples of the very policy that is trained, which is why its
+    objectives have no trust region and refuse several inner epochs. Nothing is ever clipped.
+    """
+    log_probs = torch.where(action_mask, log_probs, 0.0)
+    loss = -_on_actions(advantages, action_mask) * log_probs
+    return loss, torch.zeros_like(action_mask)
+
+
+def clipped_ratio_loss(
+    log_probs: Tensor, log_probs_old: Tensor, advantages: Tensor, action_mask: Tensor, clip: Clip
+) -> tuple[Tensor, Tensor]:
+    """(B, T) x4 -> (B, T), (B, T): -min(r A, clip(r) A) per token.
+
+    PPO, Schulman et al. 2017, eq. 7. The range may be lopsided (DAPO's clip-higher, Yu et al. 2025,
+    eq. 8). There is no dual clip for A < 0.
+    """
+    ratio = _log_ratio(log_probs, log_probs_old, action_mask).exp()
+    return _pessimistic(ratio, _on_actions(advantages, action_mask), clip)
+
+
+def sequence_ratio_loss(
+    log_probs: Tensor, log_probs_old: Tensor, advantages: Tensor, action_mask: Tensor, clip: Clip
+) -> tuple[Tensor, Tensor]:
+    """(B, T) x4 -> (B, T), (B, T): -min(s A, clip(s) A), s of the whole completion.
+
+    GSPO, Zheng et al. 2025. s is the exponential of the mean log-ratio over the action tokens
+    (eq. 7); the completion's loss (eq. 5) is written to each of them, so that their mean under
+    `seq-mean-token-mean` is the paper's loss, with its gradient -A s / length per token. s lies
+    much closer to 1 than a token's ratio: the paper clips at 3e-4 and 4e-4.
+    """
+    lengths = action_mask.sum(1, keepdim=True).clamp(min=1)
+    mean_log_ratio = (
+        _log_ratio(log_probs, log_probs_old, action_mask).sum(1, keepdim=True) / lengths
+    )
+    ratio = mean_log_ratio.exp().expand_as(log_probs)
+    return _pessimistic(ratio, _on_actions(advantages, action_mask), clip)
+
+
+def clipped_weight_loss(
+    log_probs: Tensor, log_probs_old: Tensor, advantages: Tensor, action_mask: Tensor, clip: Clip
+) -> tuple[Tensor, Tensor]:
+    """(B, T) x4 -> (B, T), (B, T): -stop(clip(r)) A log pi (CISPO, MiniMax 2025, eq. 4 and 5).
+
+    The clip bounds the weight of a token but never takes its gradient away; `clipped` says where
+    it did so. The paper's formula bounds both sides, its runs only the upper: clip_eps_lo >= 1.
+    """
+    ratio = _log_ratio(log_probs, log_probs_old, action_mask).exp().detach()
+    weight = ratio.clamp(1 - clip.clip_eps_lo, 1 + clip.clip_eps_hi)
+    log_probs = torch.where(action_mask, log_probs, 0.0)
+    loss = -weight * _on_actions(advantages, action_mask) * log_probs
+    return loss, action_mask & (weight != ratio)
+
+
+def soft_gate_loss(
+    log_probs: Tensor, log_probs_old: Tensor, advantages: Tensor, action_mask: Tensor, clip: Clip
+) -> tuple[Tensor, Tensor]:
+    """(B, T) x4 -> (B, T), (B, T): -(4 / tau) sigmoid(tau (r - 1)) A (SAPO, Gao et al. 2025).
+
+    A smooth gate in place of the clip: its slope is 1 at r = 1 and dies away on both sides, faster
+    for a larger tau. tau is tau_pos where A > 0, else tau_neg. Nothing is ever clipped.
+    """
+    ratio = _log_ratio(log_probs, log_probs_old, action_mask).exp()
+    advantages = _on_actions(advantages, action_mask)
+    tau = torch.full_like(ratio, clip.tau_neg).masked_fill(advantages > 0, clip.tau_pos)
+    loss = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
+    return loss, torch.zeros_like(action_mask)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One objective: how advantages are estimated, its loss, and what it needs from the pipeline.
+
+    loss          one of the functions above
+    estimator     (rewards (B,), groups (B,)) -> (B,); `gae` where `critic` is true
+    aggregation   the default of `token_weights`
+    kl_placement  where `beta` puts the KL against the reference: in the reward or in the loss
+    kl_level      in the reward: once per completion (`shape_sequence_rewards`) or per token
+                  (`shape_token_rewards`); in the loss always per token
+    critic        needs values and returns
+    groups        needs at least two samples a prompt
+    trust_region  bears several inner epochs over one buffer
+    """
+
+    loss: Callable[[Tensor, Tensor, Tensor, Tensor, Clip], tuple[Tensor, Tensor]]
+    estimator: Callable
+    aggregation: Aggregation
+    kl_placement: Literal["reward", "loss"] = "loss"
+    kl_level: Literal["sequence", "token"] = "token"
+    critic: bool = False
+    groups: bool = True
+    trust_region: bool = True
+
+
+_mean_over_std = partial(group_advantages, baseline="mean", scale="std")
+_mean = partial(group_advantages, baseline="mean", scale="none")
+_mean_over_mean = partial(group_advantages, baseline="mean", scale="mean")
+_leave_one_out = partial(group_advantages, baseline="leave-one-out", scale="none")
+
+OBJECTIVES: dict[str, Objective] = {
+    "reinforce": Objective(
+        policy_gradient_loss,
+        batch_advantages,
+        "seq-mean-token-sum",
+        kl_placement="reward",
+        kl_level="sequence",
+        groups=False,
+        trust_region=False,
+    ),
+    "rloo": Objective(
+        policy_gradient_loss,
+        _leave_one_out,
+        "seq-mean-token-sum",
+        kl_placement="reward",
+        kl_level="sequence",
+        trust_region=False,
+    ),
+    "ppo": Objective(
+        clipped_ratio_loss,
+        gae,
+        "token-mean",
+        kl_placement="reward",
+        critic=True,
+        groups=False,
+    ),
+    "grpo": Objective(clipped_ratio_loss, _mean_over_std, "seq-mean-token-mean"),
+    "drgrpo": Objective(clipped_ratio_loss, _mean, "constant"),
+    "dapo": Objective(clipped_ratio_loss, _mean_over_std, "token-mean"),
+    "gspo": Objective(sequence_ratio_loss, _mean_over_std, "seq-mean-token-mean"),
+    "cispo": Objective(clipped_weight_loss, _mean_over_std, "token-mean"),
+    "sapo": Objective(soft_gate_loss, _mean_over_std, "seq-mean-token-mean"),
+    "maxrl": Objective(
+        policy_gradient_loss, _mean_over_mean, "seq-mean-token-sum", trust_region=False
+    ),
+}
+
+
+def value_loss(
+    values: Tensor,
+    values_old: Tensor,
+    returns: Tensor,
+    action_mask: Tensor,
+    clip_eps_val: float,
+) -> Tensor:
+    """(B, T) x4 -> (B, T): half the larger squared error, of the value or of the clipped value.
+
+    The clipped value stays within `clip_eps_val` of `values_old`, the buffer's. OpenAI baselines'
+    form (Engstrom et al. 2020); the PPO paper has neither the clip nor the half. 0 outside
+    `action_mask`.
+    """
+    values = torch.where(action_mask, values, 0.0)
+    values_old = torch.where(action_mask, values_old, 0.0)
+    returns = torch.where(action_mask, returns, 0.0)
+    clipped = values_old + (values - values_old).clamp(-clip_eps_val, clip_eps_val)
+    return 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square())
+
+
+def token_weights(
+    lengths: Tensor,
+    used: Tensor,
+    aggregation: Aggregation,
+    max_length: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """(B,) int, (B,) bool -> (B,) `dtype`: what each token of a row counts in the step's loss.
+
+    `lengths` are the rows' action tokens, B all rows of one optimizer step (of all processes).
+
+    token-mean           1 / tokens: every token alike (DAPO, eq. 8)
+    seq-mean-token-mean  1 / (rows * length): every row alike, its tokens share (GRPO, eq. 3)
+    seq-mean-token-sum   1 / rows: the row's summed log-prob (REINFORCE, RLOO)
+    constant             1 / (rows * max_length): as above, scaled (Dr. GRPO's code)
+
+    Rows not used weigh 0 and count in no divisor; with none used all weights are 0, and so is the
+    loss. A used row of length 0 counts as a row. Raises ValueError for an unknown aggregation.
+    """
+    lengths = torch.where(used, lengths, 0).to(dtype)
+    rows = used.sum().clamp(min=1).to(dtype)
+    if aggregation == "token-mean":
+        weights = 1 / lengths.sum().clamp(min=1).expand_as(lengths)
+    elif aggregation == "seq-mean-token-mean":
+        weights = 1 / (rows * lengths.clamp(min=1))
+    elif aggregation == "seq-mean-token-sum":
+        weights = 1 / rows.expand_as(lengths)
+    elif aggregation == "constant":
+        weights = 1 / (rows * max_length).expand_as(lengths)
+    else:
+        raise ValueError(
+            f"loss aggregation is {aggregation!r}, expected 'token-mean', 'seq-mean-token-mean', "
+            "'seq-mean-token-sum' or 'constant'"
+        )
+    return torch.where(used, weights, 0.0)
+
+
+class RatioDiagnostics(NamedTuple):
+    """What an update did to each completion, over its action tokens. All (B,).
+
+    kl                k3 estimate of KL(old || new), mean over tokens, never negative
+    ratio_mean        mean of the token ratios new / old
+    ratio_max         the largest of them
+    clipped_fraction  share of tokens whose clip was active
+    """
+
+    kl: Tensor
+    ratio_mean: Tensor
+    ratio_max: Tensor
+    clipped_fraction: Tensor
+
+
+@torch.no_grad()
+def ratio_diagnostics(
+    log_probs: Tensor, log_probs_old: Tensor, clipped: Tensor, action_mask: Tensor
+) -> RatioDiagnostics:
+    """(B, T) x4 -> four (B,): how far each row has moved from the policy that sampled it.
+
+    `clipped` is the loss function's. Weigh rows by their length for a mean over tokens. A row
+    without action tokens reads as one that has not moved: kl 0, ratios 1, nothing clipped.
+    """
+    lengths = action_mask.sum(1)
+    ratio = _log_ratio(log_probs, log_probs_old, action_mask).exp()  # 1 outside the mask
+    kl = kl_penalty(log_probs_old, log_probs, action_mask, "k3")
+
+    def row_mean(x: Tensor) -> Tensor:
+        return torch.where(action_mask, x, 0.0).sum(1) / lengths.clamp(min=1)
+
+    return RatioDiagnostics(
+        kl=row_mean(kl),
+        ratio_mean=torch.where(lengths > 0, row_mean(ratio), 1.0),
+        ratio_max=torch.where(
+            lengths > 0, torch.where(action_mask, ratio, -torch.inf).amax(1), 1.0
+        ),
+        clipped_fraction=row_mean(clipped.to(ratio.dtype)),
+    )
+
+
+def _log_ratio(log_probs: Tensor, log_probs_old: Tensor, action_mask: Tensor) -> Tensor:
+    """(B, T) x3 -> (B, T): log of new / old on action tokens, 0 elsewhere; select before exp."""
+    return torch.where(action_mask, log_probs - log_probs_old, 0.0)
+
+
+def _on_actions(advantages: Tensor, action_mask: Tensor) -> Tensor:
+    """(B, T) or (B, 1), (B, T) -> (B, T): the advantage of each action token, 0 elsewhere."""
+    return torch.where(action_mask, advantages, 0.0)
+
+
+def _pessimistic(ratio: Tensor, advantages: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+    """(B, T), (B, T) -> (B, T), (B, T): the worse of the plain and the clipped surrogate."""
+    plain = ratio * advantages
+    bounded = ratio.clamp(1 - clip.clip_eps_lo, 1 + clip.clip_eps_hi) * advantages
+    clipped = bounded < plain
+    return -torch.where(clipped, bounded, plain), clipped

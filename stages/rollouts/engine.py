@@ -1,0 +1,137 @@
+"""The rollout engine: prompts in, the rows of one round's rollout table out.
+
+Letters: U prompts, G completions of each. Prompts come in a shuffled order that runs on from round
+to round; `position` counts in it, and each position has random draws of its own per round, so batch
+size changes no sample.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from transformers import PreTrainedModel
+
+from stages.base.randomness import shuffled
+from stages.rollouts.sampling import Completion, Sampling, sample, uniforms
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt to sample from: its row number in the source, its ids, and what rules need of it."""
+
+    index: int
+    ids: list[int]
+    text: str
+    answer: str | None
+    entry: dict | None
+
+
+@dataclass
+class Counts:
+    """Groups a round kept and, under dynamic sampling, dropped; tried = kept + dropped."""
+
+    kept: int = 0
+    dropped: int = 0
+    cursor: int = 0
+
+    @property
+    def tried(self) -> int:
+        return self.kept + self.dropped
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A policy with all that a round of rollouts takes.
+
+    `rewards(prompt, completion text, ids)` gives the rule columns.
+    """
+
+    policy: PreTrainedModel
+    decode: Callable[[Sequence[int]], str]
+    sampling: Sampling
+    num_rollouts: int
+    batch_size: int
+    rewards: Callable[[Prompt, str, Sequence[int]], dict]
+    seed: int
+    counts: Counts = field(default_factory=Counts)
+
+    def rows(
+        self,
+        prompts: Sequence[Prompt],
+        round_number: int,
+        cursor: int,
+        wanted: int,
+        tries: int,
+    ) -> Iterator[dict]:
+        """Yield the rows of `wanted` groups, starting at `cursor` of the prompt order.
+
+        With `tries` above 0 groups whose correctness is all alike are dropped and further prompts
+        drawn, at most `tries * wanted` in all (DAPO, Yu et al. 2025, sec. 3.2). `counts` holds what
+        became of them in this round.
+        """
+        counts, limit = self.counts, wanted * max(1, tries)
+        counts.kept, counts.dropped, counts.cursor = 0, 0, cursor
+        at_once = max(1, self.batch_size // self.num_rollouts)
+        while counts.kept < wanted and counts.tried < limit:
+            size = min(at_once, wanted - counts.kept, limit - counts.tried)
+            positions = range(counts.cursor, counts.cursor + size)
+            chosen = [prompts[prompt_at(p, len(prompts), self.seed)] for p in positions]
+            for prompt, completions in zip(
+                chosen, self._groups(chosen, round_number, positions), strict=True
+            ):
+                group = self._rows_of_group(prompt, completions, round_number, counts.kept)
+                if tries and _all_alike([row["reward_correctness"] for row in group]):
+                    counts.dropped += 1
+                else:
+                    counts.kept += 1
+                    yield from group
+            counts.cursor += size
+
+    def _groups(self, prompts, round_number: int, positions) -> list[list[Completion]]:
+        shape = (self.num_rollouts, self.sampling.max_new_tokens)
+        draws = [uniforms(self.seed, "rollout", round_number, p, shape) for p in positions]
+        completions = sample(
+            self.policy, [prompt.ids for prompt in prompts], torch.stack(draws), self.sampling
+        )
+        size = self.num_rollouts
+        return [completions[i : i + size] for i in range(0, len(completions), size)]
+
+    def _rows_of_group(
+        self, prompt: Prompt, completions, round_number: int, group: int
+    ) -> list[dict]:
+        rows = []
+        for number, completion in enumerate(completions):
+            text = self.decode(completion.ids)
+            rows.append(
+                {
+                    "round": round_number,
+                    "group": group,
+                    "sample": number,
+                    "prompt_index": prompt.index,
+                    "prompt": prompt.text,
+                    "answer": prompt.answer,
+                    "completion": text,
+                    "prompt_ids": prompt.ids,
+                    "completion_ids": completion.ids,
+                    "finished": completion.finished,
+                    "log_probs_old": completion.log_probs,
+                    **self.rewards(prompt, text, completion.ids),
+                }
+            )
+        return rows
+
+
+def prompt_at(position: int, count: int, seed: int) -> int:
+    """Which of `count` prompts stands at a position of the endless order: a permutation a pass."""
+    return _pass_order(count, seed, position // count)[position % count]
+
+
+@lru_cache(maxsize=2)
+def _pass_order(count: int, seed: int, number: int) -> list[int]:
+    return shuffled(count, seed, "rollout", "prompts", number)
+
+
+def _all_alike(scores: Sequence[float | None]) -> bool:
+    known = [score for score in scores if score is not None]
+    return len(set(known)) < 2

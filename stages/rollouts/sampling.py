@@ -1,0 +1,132 @@
+"""Sampling completions: many prompts side by side, each prompt read once for its G samples.
+
+Letters: U prompts, G samples of each, N = U * G completions, T the cap on their length, V
+vocabulary. Log-probs are in nats, of the whole vocabulary at the sampling temperature, from the
+very logits that were sampled from.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from stages.base.randomness import generator
+from stages.models.forward import Ids, head_logits, prefill, step
+from stages.models.log_probs import token_log_probs
+from stages.rollouts.cache import make_room
+
+# Rows that have ended are dropped from the batch once they are this share of it: dropping copies
+# the cache.
+DROP_SHARE = 1 / 8
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn: top_k, top_p and min_p narrow the support, never the log-probs."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+
+    def narrowing(self) -> LogitsProcessorList:
+        warpers = LogitsProcessorList()
+        if self.top_k > 0:
+            warpers.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            warpers.append(TopPLogitsWarper(self.top_p))
+        if self.min_p > 0:
+            warpers.append(MinPLogitsWarper(self.min_p))
+        return warpers
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Sampled ids (the stop token included), their log-probs, and whether a stop token came."""
+
+    ids: list[int]
+    log_probs: list[float]
+    finished: bool
+
+
+def uniforms(seed: int, stage: str, round_number: int, position: int, shape: tuple) -> Tensor:
+    """(G, T) uniform draws of one prompt's own stream: its samples do not depend on batch mates."""
+    return torch.rand(shape, generator=generator(seed, stage, round_number, "sample", position))
+
+
+@torch.inference_mode()
+def sample(
+    policy: PreTrainedModel, prompts: Sequence[Ids], draws: Tensor | None, sampling: Sampling
+) -> list[Completion]:
+    """(U prompts, draws (U, G, T) or None) -> U * G completions, those of one prompt together.
+
+    `draws` are uniform in [0, 1) and pick each token by its cumulative probability; None decodes
+    one greedy completion a prompt, whose log-probs are those at temperature 1. The policy must be
+    in evaluation mode.
+    """
+    if policy.training:
+        raise ValueError("the policy is in training mode: dropout would change its log-probs")
+    group = 1 if draws is None else draws.shape[1]
+    count, cap = len(prompts) * group, sampling.max_new_tokens
+    device, backbone = policy.device, policy.base_model
+    flat = None if draws is None else draws.reshape(count, -1).to(device)
+    stops = torch.tensor(sampling.stop_ids, device=device)
+    ids = torch.zeros(count, cap, dtype=torch.long, device=device)
+    log_probs = torch.zeros(count, cap, device=device)
+    lengths = torch.full((count,), cap, device=device)
+    finished = torch.zeros(count, dtype=torch.bool, device=device)
+
+    read = prefill(backbone, prompts)
+    if group > 1:
+        rows = torch.arange(count, device=device) // group
+        read = read.select(rows)
+    hidden, mask, cache = read.last, read.mask, read.cache
+    make_room(cache)
+    alive = torch.arange(count, device=device)
+    narrowing = sampling.narrowing()
+    temperature = 1.0 if draws is None else sampling.temperature
+    for t in range(cap):
+        logits = head_logits(policy, hidden).float()
+        uniform = None if flat is None else flat[alive, t]
+        chosen = _choose(logits / temperature, uniform, narrowing)
+        ids[alive, t] = chosen
+        log_probs[alive, t] = token_log_probs(logits, chosen, temperature)
+        ends = torch.isin(chosen, stops) & ~finished[alive]
+        lengths[alive[ends]] = t + 1
+        finished[alive[ends]] = True
+        going = ~finished[alive]
+        running = int(going.sum())
+        if running == 0 or t + 1 == cap:
+            break
+        if len(alive) - running >= DROP_SHARE * len(alive):
+            kept = going.nonzero()[:, 0]
+            cache.batch_select_indices(kept)
+            alive, mask, chosen = alive[kept], mask[kept], chosen[kept]
+        mask = torch.cat([mask, mask.new_ones(len(alive), 1)], 1)
+        hidden = step(backbone, chosen[:, None], mask, cache)[:, -1]
+    return [
+        Completion(row[:length], logs[:length], done)
+        for row, logs, length, done in zip(
+            ids.tolist(), log_probs.tolist(), lengths.tolist(), finished.tolist(), strict=True
+        )
+    ]
+
+
+def _choose(scaled: Tensor, uniform: Tensor | None, narrowing: LogitsProcessorList) -> Tensor:
+    """(N, V) logits over temperature, (N,) draws -> (N,) ids: the token that each draw falls on."""
+    if uniform is None:
+        return scaled.argmax(-1)
+    wide = torch.float32 if scaled.device.type == "mps" else torch.float64
+    cumulative = narrowing(None, scaled).softmax(-1).to(wide).cumsum(-1)
+    target = uniform.to(wide)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=scaled.shape[-1] - 1)

@@ -1,0 +1,155 @@
+"""The rows that a stage was asked for: the embedded task's, or those of a dataset knob."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import click
+import pyarrow as pa
+
+from stages.base.chunks import chunks
+from stages.base.command import progress, spelled_out
+from stages.base.knobs import Source
+from stages.rows.canonical import SAMPLED_ROWS, CanonicalRow, count_reason, open_rows
+from stages.rows.readers import read_rows
+from stages.rows.workers import in_order
+from stages.text.messages import Dropped
+
+EMBEDDED = "task"
+BATCH = 256
+
+
+class Intake:
+    """Counts what became of one source's rows: rows in = rows kept + rows dropped, by reason.
+
+    `sums` holds what else a stage counts of the rows that it kept, under the names that it gives.
+    One is always there, `tools_unseen`: rows with tools of which the chat template takes no notice.
+    """
+
+    def __init__(self, name: str, *summed: str):
+        self.name = name
+        self.rows = self.kept = 0
+        self.sums = Counter(dict.fromkeys(("tools_unseen", *summed), 0))
+        self.dropped: Counter[str] = Counter()
+        self.first: dict[str, int] = {}
+
+    def keep(self, count: int = 1) -> None:
+        self.rows += count
+        self.kept += count
+
+    def drop(self, row_number: int, reason: str) -> None:
+        self.rows += 1
+        reason = count_reason(self.dropped, spelled_out(reason))
+        self.first.setdefault(reason, row_number)
+
+    def figures(self) -> dict:
+        """rows read, kept and dropped (with the reasons) and the sums, for a stage's metrics."""
+        return {
+            "rows": self.rows,
+            "kept": self.kept,
+            "dropped": sum(self.dropped.values()),
+            "dropped_by_reason": dict(sorted(self.dropped.items())),
+        } | self.sums
+
+    def report(self) -> None:
+        """Print each reason once, with the number of rows and the first of them."""
+        for reason, count in sorted(self.dropped.items()):
+            first = f"first: row {self.first[reason]}"
+            click.echo(spelled_out(f"{self.name}: dropped {count} rows: {reason} ({first})"))
+        if unseen := self.sums["tools_unseen"]:
+            found = f"takes no notice of the tools of {unseen} rows"
+            click.echo(spelled_out(f"{self.name}: the chat template {found}"))
+
+
+def open_source(
+    kind: str, source: Source, task_file: Path, seed: int
+) -> tuple[str, Iterator[tuple[int, CanonicalRow]]]:
+    """Knobs of a source -> its name, and its rows as (row number, canonical row or Dropped).
+
+    `task_file` stands in where the dataset is `task`. Prints which format was detected.
+    """
+    embedded = source.dataset == EMBEDDED
+    name = str(task_file) if embedded else source.dataset
+    rows = read_rows(
+        name,
+        split=None if embedded else source.split,
+        name=source.name,
+        revision=source.revision,
+        max_samples=source.max_samples,
+        seed=seed,
+    )
+    layout, rows = open_rows(kind, rows, source.format, source.columns, name)
+    named = "".join(
+        f", {column!r} as {field!r}" for field, column in (source.columns or {}).items()
+    )
+    ignored = f"; not read: {', '.join(layout.unread)}" if layout.unread else ""
+    click.echo(spelled_out(f"{name}: rows in format {layout.name!r}{named}{ignored}"))
+    return name, rows
+
+
+def look_into(kind: str, source: Source, seed: int) -> None:
+    """Open a dataset and read its first rows; InputError where no later stage could use them.
+
+    Nothing is done for the embedded task.
+    """
+    if source.dataset != EMBEDDED:
+        _, rows = open_source(kind, source, Path(EMBEDDED), seed)
+        deque(islice(rows, SAMPLED_ROWS + 1), maxlen=0)
+
+
+@dataclass
+class Part:
+    """What became of a batch of rows: columns of those kept, drops by row number, sums."""
+
+    columns: dict[str, list]
+    dropped: list[tuple[int, str]] = field(default_factory=list)
+    sums: Counter = field(default_factory=Counter)
+
+    def drop(self, row_number: int, reason: str) -> None:
+        self.dropped.append((row_number, reason))
+
+    def keep(self, **row) -> None:
+        for name, value in row.items():
+            self.columns[name].append(value)
+
+
+def tokenized(
+    rows: Iterable[tuple[int, CanonicalRow]],
+    encode: Callable[[list, Part], None],
+    schema: pa.Schema,
+    intake: Intake,
+) -> Iterator[pa.RecordBatch]:
+    """Numbered canonical rows -> tables of a schema, by all cores; counted in `intake`.
+
+    `encode(rows, part)` takes up to 256 rows and says to `part` what becomes of each.
+    """
+    work = partial(_encoded, encode, schema)
+    parts = chunks(progress(rows, "tokenize"), BATCH)
+    for batch, dropped, more in in_order(work, parts):
+        intake.keep(batch.num_rows)
+        for row_number, reason in dropped:
+            intake.drop(row_number, reason)
+        intake.sums.update(more)
+        yield batch
+
+
+def _encoded(encode: Callable, schema: pa.Schema, rows: list):
+    part = Part({name: [] for name in schema.names})
+    encode(rows, part)
+    batch = pa.RecordBatch.from_pydict(part.columns, schema=schema)
+    return batch, part.dropped, part.sums
+
+
+def usable(batch: list, intake: Intake | Part) -> tuple[list[int], list]:
+    """(row number, row or Dropped) pairs -> numbers and rows of the usable; the rest is counted."""
+    numbers, rows = [], []
+    for number, row in batch:
+        if isinstance(row, Dropped):
+            intake.drop(number, row.reason)
+        else:
+            numbers.append(number)
+            rows.append(row)
+    return numbers, rows

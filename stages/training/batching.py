@@ -1,0 +1,48 @@
+"""Which rows go into which optimizer step and micro-batch; plain row numbers in and out."""
+
+from stages.base.randomness import shuffled
+
+WINDOW = 16
+
+
+def plan_epoch(
+    lengths: list[int], batch_size: int, batch_acc: int, drop_last: bool, seed: int, *names: object
+) -> list[list[list[int]]]:
+    """Row lengths -> optimizer steps, each of up to `batch_acc` micro-batches of row numbers.
+
+    Rows are shuffled by the stream (seed, *names). Within windows of 16 micro-batches rows of like
+    length go together, then the micro-batches are shuffled again: less padding, while the order
+    stays random. `drop_last` leaves out a last step that is not full; with too few rows for one
+    step nothing is left out.
+    """
+    order = shuffled(len(lengths), seed, *names, "rows")
+    window = WINDOW * batch_size
+    batches, partial = [], []
+    for start in range(0, len(order), window):
+        rows = sorted(order[start : start + window], key=lambda row: lengths[row])
+        parts = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
+        batches += [part for part in parts if len(part) == batch_size]
+        partial += [part for part in parts if len(part) < batch_size]
+    batches = [batches[i] for i in shuffled(len(batches), seed, *names, "batches")] + partial
+    steps = [batches[i : i + batch_acc] for i in range(0, len(batches), batch_acc)]
+    full = batch_size * batch_acc
+    if drop_last and len(steps) > 1 and sum(map(len, steps[-1])) < full:
+        steps = steps[:-1]
+    return steps
+
+
+def plan_groups(
+    groups: list[int], batch_size: int, batch_acc: int, seed: int, *names: object
+) -> list[list[list[int]]]:
+    """Group of each row -> optimizer steps of micro-batches; shuffling never tears a group apart.
+
+    The completions of one prompt stay neighbours, so that a micro-batch reads each prompt once. The
+    last step holds what is left.
+    """
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    keys = list(members)
+    rows = [row for i in shuffled(len(keys), seed, *names) for row in members[keys[i]]]
+    batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
+    return [batches[i : i + batch_acc] for i in range(0, len(batches), batch_acc)]

@@ -1,0 +1,125 @@
+"""One optimizer step, whatever is trained: schedule, gradient accumulation, clipping, update.
+
+A loss is divided once, by the count that its definition names, over the whole optimizer step. The
+micro-batch losses that come in here are therefore shares that add up, and their number never
+changes a gradient.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from stages.base.errors import InputError
+from stages.models.compute import all_finite
+
+EMA_DECAY = 0.9
+
+
+class NonFinite(InputError):
+    """A NaN or infinite loss or gradient under `nonfinite: stop`."""
+
+    advice = (
+        "a lower lr or a longer warm-up; `nonfinite: skip` leaves such batches out and counts them"
+    )
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """loss (sum of the shares), L2 norm of the gradient before clipping, micro-batches left out."""
+
+    loss: float
+    grad_norm: float
+    skipped: int
+
+
+def learning_rate(step: int, peak: float, warmup_steps: int, total_steps: int | None) -> float:
+    """Rate after `step` of `total_steps`: linear to `peak`, then a cosine to 0.
+
+    The form is that of transformers. `total_steps` None keeps `peak` after the warm-up.
+    """
+    if step < warmup_steps:
+        return peak * step / max(1, warmup_steps)
+    if total_steps is None:
+        return peak
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return peak * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def rate_of_update(done: int, peak: float, warmup_steps: int, total: int | None) -> float:
+    """Rate of the update that follows `done` updates: neither the first nor the last one is 0."""
+    return learning_rate(done + 1, peak, warmup_steps, None if total is None else total + 1)
+
+
+def adamw(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW over the model's parameters; vectors (norms, biases) are not decayed."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+
+
+def update(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    losses: Iterable[Tensor],
+    lr: float,
+    max_norm: float,
+    nonfinite: str,
+) -> StepFigures:
+    """Take one optimizer step over micro-batch loss shares, each backpropagated as it comes.
+
+    With several processes each brings the shares of its own rows and the gradients are summed, so
+    the divisor inside the shares must count the rows of all processes. Raises `NonFinite` for a
+    loss or gradient that is not finite, unless `nonfinite` is "skip": then that share is left out;
+    a step with no share left, or whose summed gradient is not finite, changes nothing.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    total, kept, skipped = torch.zeros((), device=accelerator.device), 0, 0
+    for loss in losses:
+        if not torch.isfinite(loss):
+            if nonfinite == "stop":
+                raise NonFinite(f"the loss is {loss.item()}; nonfinite: stop. Nothing was saved")
+            skipped += 1
+            continue
+        if loss.requires_grad:
+            accelerator.backward(loss)
+        total, kept = total + loss.detach(), kept + 1
+    if accelerator.num_processes > 1:
+        # A process without a share of its own steps with the others, or their weights would part.
+        counts = accelerator.reduce(torch.tensor([kept, skipped], device=total.device), "sum")
+        total, (kept, skipped) = accelerator.reduce(total, "sum"), counts.tolist()
+        for parameter in parameters:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = accelerator.reduce(gradient, "sum")
+    norm = accelerator.clip_grad_norm_(parameters, max_norm)
+    norm = float(norm) if norm is not None else 0.0
+    if not math.isfinite(norm):
+        optimizer.zero_grad()
+        if nonfinite == "stop":
+            raise NonFinite(f"the gradient's norm is {norm}; nonfinite: stop. Nothing was saved")
+        return StepFigures(total.item(), norm, skipped + kept)
+    if kept:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    optimizer.zero_grad()
+    return StepFigures(total.item(), norm, skipped)
+
+
+def check_weights(model: nn.Module, name: str) -> None:
+    """Raise `NonFinite` if any weight is NaN or infinite: such a model is never saved."""
+    for key, weight in model.named_parameters():
+        if not all_finite(weight):
+            raise NonFinite(f"{name}: weight {key} is not finite after training. Nothing was saved")
+
+
+def ema(average: float | None, value: float) -> float:
+    """Exponential moving average for the eye: decay 0.9, starting at the first value."""
+    return value if average is None else EMA_DECAY * average + (1 - EMA_DECAY) * value

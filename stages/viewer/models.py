@@ -1,0 +1,91 @@
+"""What a model folder holds and where it came from, by headers and JSON: no weight is read."""
+
+import json
+import re
+from collections import Counter
+from math import prod
+from pathlib import Path
+
+from ruamel.yaml import YAML
+from safetensors import SafetensorError, safe_open
+
+from stages.base.errors import InputError
+from stages.text.messages import kind_of
+
+START = re.compile(r"--(?:policy|sft|base) (\S+)")
+
+
+def is_model(path: Path) -> bool:
+    return (path / "config.json").is_file()
+
+
+def describe(folder: Path) -> dict[str, str]:
+    """Label -> text: architecture, parameters by dtype, vocabulary, training state, origin."""
+    config = _object(folder / "config.json", "a model's configuration")
+    found = {"architecture": ", ".join(config.get("architectures") or ["unknown"])}
+    shape = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    found["shape"] = ", ".join(f"{name} {config[name]}" for name in shape if name in config)
+    sizes = parameters(folder)
+    by_dtype = " + ".join(f"{count:,} {dtype}" for dtype, count in sizes.items())
+    found["parameters"] = by_dtype or "no safetensors weights"
+    found["vocabulary"] = str(config.get("vocab_size", "unknown"))
+    state = folder / "trainer" / "state.json"
+    if state.is_file():
+        kept = _object(state, "what `optimize` keeps of a training")
+        critic = "with" if (folder / "trainer" / "critic").is_dir() else "without"
+        rounds = ", ".join(map(str, kept.get("rounds", [])))
+        found["trained"] = f"rounds {rounds}; {kept.get('step')} optimizer steps; {critic} a critic"
+    found["origin"] = " <- ".join(lineage(folder)) or "no dvc.lock above names this folder"
+    return found
+
+
+def _object(file: Path, expected: str) -> dict:
+    """A JSON object; `InputError` says what the file should hold."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{file}: not JSON ({error}); expected {expected}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{file}: holds {kind_of(found)}; expected {expected}")
+    return found
+
+
+def parameters(folder: Path) -> Counter:
+    """dtype -> number of parameters, as stored: tied weights count once."""
+    sizes = Counter()
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="np") as weights:
+                for name in weights.keys():  # noqa: SIM118 (no mapping)
+                    part = weights.get_slice(name)
+                    sizes[part.get_dtype()] += prod(part.get_shape())
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{file}: not readable as safetensors ({error})") from error
+    return sizes
+
+
+def lineage(folder: Path) -> list[str]:
+    """The model, what it was trained from, and so on back to `model.source`, as dvc.lock says."""
+    folder = folder.resolve()
+    root = next((p for p in folder.parents if (p / "dvc.lock").is_file()), None)
+    if root is None:
+        return []
+    made = _makers(root / "dvc.lock")
+    name, found = str(folder.relative_to(root)), []
+    while name in made and name not in found:
+        stage, entry = made[name]
+        found.append(name)
+        start = START.search(entry["cmd"])
+        source = entry.get("params", {}).get("params.yaml", {}).get("model.source")
+        name = start[1] if start else str(source)
+    return [*found, name] if found else []
+
+
+def _makers(lock: Path) -> dict[str, tuple[str, dict]]:
+    """Output -> (stage, its entry in dvc.lock)."""
+    stages = YAML(typ="safe").load(lock.read_text(encoding="utf-8")).get("stages", {})
+    return {
+        out["path"]: (stage, entry)
+        for stage, entry in stages.items()
+        for out in entry.get("outs", [])
+    }

@@ -1,0 +1,162 @@
+"""The report's page: well-formed, self-contained; what a model says stays text."""
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from stages.page.page import definitions, in_order, page, spread, visible
+from tests.helpers.runs import run_of
+from tests.helpers.tiny import ROOT
+
+VOID = {"meta", "link", "br", "input"}
+CHAIN = {"1": "models/sft", "2": "models/policy/1", "3": "models/policy/2"}
+BRANCHES = CHAIN | {"4": "models/policy/1", "5": "models/policy/4", "6": "models/sft"}
+LONG = {"1": "models/sft"} | {str(k): f"models/policy/{k - 1}" for k in range(2, 41)}
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</script></style></details>",
+    "\" onmouseover='alert(1)' x=\"",
+    "</bdi></td></table><img src=x onerror=alert(1)>",
+    "{{ 7 * 7 }} {% raw %} &lt;b&gt; &#60;",
+    "<!-- ]]> -->",
+    "line\nbreak\ttab\r\x00\x1b[31m\x7f\x85",
+    "\u202eright to left\u2066 \u05e9\u05dc\u05d5\u05dd \ufeff\u2028",
+    "\ud7ff\ufffe\U0001f600\U000e0041",
+    "",
+    " ",
+    "x" * 200_000,
+]
+
+
+class Document(HTMLParser):
+    """Elements, attributes and text of a page; every end tag must close what was opened last."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.text = [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        names = [name for name, _ in attributes]
+        assert len(names) == len(set(names)), (tag, names)
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attributes]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, self.getpos()
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def values(document: Document, *names: str) -> set[str]:
+    return {value for _, name, value in document.attributes if name in names}
+
+
+@pytest.mark.parametrize(
+    ("rounds", "known", "group"),
+    [
+        ({"1": "models/sft"}, True, 1),
+        (CHAIN, True, 4),
+        (CHAIN, False, 4),
+        (BRANCHES, True, 65),
+        (LONG, True, 3),
+    ],
+    ids=["one round", "a chain", "nothing measured", "branches", "forty rounds"],
+)
+def test_a_page_is_well_formed_and_needs_no_network(rounds, known, group):
+    text = page(run_of(rounds, known=known, group=group))
+    document = Document(text)
+    assert not {"script", "iframe", "img", "object", "embed"} & set(document.tags)
+    assert {v for v in values(document, "href", "src") if not v.startswith("#")} == {"data:,"}
+    assert "url(" not in text.replace("url(#tip)", "") and "@import" not in text
+    assert "://" not in text
+    links = {v[1:] for v in values(document, "href") if v.startswith("#")}
+    assert links <= values(document, "id")
+    assert len(text) < 1_000_000
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_what_a_model_says_is_text_and_nothing_else(text):
+    document, plain = Document(page(run_of(CHAIN, text))), Document(page(run_of(CHAIN)))
+    assert document.tags == plain.tags
+    names = [(tag, name) for tag, name, _ in document.attributes]
+    assert names == [(tag, name) for tag, name, _ in plain.attributes]
+    shown = visible(text)
+    assert document.text.count(shown) >= 3 or not shown.strip()
+    whole = page(run_of(CHAIN, text))
+    assert not [c for c in whole if ord(c) < 32 and c != "\n" and c != "\t"]
+    assert len(whole) < len(page(run_of(CHAIN))) + 200_000
+
+
+def test_characters_that_a_browser_hides_or_obeys_are_spelled_out():
+    assert visible("a\x00b\x1b\r") == "a\u2400b\u241b\u240d"
+    assert visible("\u202eabc\u200b") == "⟨U+202E⟩abc⟨U+200B⟩"
+    assert visible("two\nlines\tלום") == "two\nlines\tלום"
+    assert visible("x" * 1600, 600) == "x" * 600 + " … (1,000 more characters)"
+    assert visible(None) == ""
+
+
+def test_the_same_run_gives_the_same_bytes():
+    assert page(run_of(BRANCHES)) == page(run_of(BRANCHES))
+
+
+def test_parameters_stand_in_order_of_their_numbers():
+    keys = [f"rounds.{k}" for k in (1, 2, 9, 10, 40)]
+    assert sorted(reversed(keys), key=in_order) == keys
+
+
+def test_the_headline_goes_from_the_sft_policy_to_the_last_round():
+    text = " ".join("".join(Document(page(run_of(CHAIN))).text).split())
+    # accuracy_sampled is 0.16 + 0.1 a round in the made-up run, and rewards begin with round 1.
+    assert "Accuracy, sampled 0.16 → 0.46 SFT → round 3, +0.3" in text
+    assert "Reward 0.16 → 0.36 round 1 → 3, +0.2" in text
+    assert "KL to reference 0.16 → 0.36 round 1 → 3" in text
+
+
+def test_what_was_not_measured_has_no_chart_and_no_place_in_the_headline():
+    run = run_of(CHAIN, known=False)
+    text = page(run)
+    for title in ("Entropy", "Value loss", "Reward against KL", "Clip share"):
+        assert f">{title}</" not in text and f"{title}</" in page(run_of(CHAIN))
+    assert "KL to sampler" in text and "KL to reference" not in text
+
+
+def test_a_legend_names_only_what_was_measured():
+    run = run_of(CHAIN)
+    legend = '<i class="s2"></i>reward format'
+    table = [{**row, "reward_format": None} for row in run.table]
+    assert legend in page(run) and legend not in page(replace(run, table=table))
+    assert '<i class="s3"></i>reward length' in page(replace(run, table=table))
+
+
+def test_numbers_carry_their_meaning_from_the_page_of_figures():
+    found = definitions("| figure | meaning |\n|---|---|\n| `a`, `b` | of `x` \\| y |\n| c | d |\n")
+    assert found == {"a": "of x | y", "b": "of x | y"}
+    text = page(run_of(CHAIN, text="what it means"))
+    assert '<abbr title="what it means">Reward</abbr>' in text
+
+
+def test_every_chart_and_every_tile_says_what_it_shows():
+    meanings = definitions((ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"))
+    text = page(replace(run_of(CHAIN), definitions=meanings))
+    titles = re.findall(r"<h3>(.*?)</h3>", text)
+    assert len(titles) > 20
+    assert [title for title in titles if not title.strip().startswith("<abbr title=")] == []
+
+
+def test_evenly_spaced_items_begin_with_the_first_and_end_with_the_last():
+    assert spread([1, 2, 3], 8) == [1, 2, 3]
+    assert spread(list(range(41)), 5) == [0, 10, 20, 30, 40]

@@ -1,0 +1,551 @@
+"""One round of optimization on tiny models, against hand arithmetic and slow plain loops."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from stages.rl.epochs import (
+    Seen,
+    Settings,
+    explained_variance,
+    optimize,
+    targets,
+    token_mean,
+)
+from stages.rl.objectives import OBJECTIVES, Clip
+from stages.training.steps import NonFinite, adamw
+from tests.helpers.models import (
+    buffer_row,
+    cpu_accelerator,
+    gpt2,
+    gpt2_scorer,
+    llama,
+    llama_scorer,
+    plain_log_probs,
+    plain_logits,
+    random_ids,
+    same_weights,
+    weights_of,
+)
+
+PAIRS = {"llama": (llama, llama_scorer), "gpt2": (gpt2, gpt2_scorer)}
+each_pair = pytest.mark.parametrize("make, make_critic", PAIRS.values(), ids=PAIRS)
+each_objective = pytest.mark.parametrize("loss", OBJECTIVES)
+TEMPERATURE = 0.8
+
+
+def settings(loss: str, **options) -> Settings:
+    objective = OBJECTIVES[loss]
+    return Settings(
+        **{
+            "objective": objective,
+            "aggregation": objective.aggregation,
+            "kl_placement": objective.kl_placement,
+            "clip": Clip(0.2, 0.2, 1.0, 1.05),
+            "clip_eps_val": 0.2,
+            "vf_coef": 0.5,
+            "gamma": 1.0,
+            "lam": 0.95,
+            "beta": 0.0,
+            "kl_estimator": "k3",
+            "temperature": TEMPERATURE,
+            "max_new_tokens": 8,
+            "ppo_epochs": 1,
+            "target_kl": None,
+            "train_batch_size": 100,
+            "batch_acc": 1,
+            "lr": 1e-2,
+            "lr_critic": 1e-2,
+            "warmup_steps": 0,
+            "decay_steps": None,
+            "max_norm": 1e6,
+            "nonfinite": "stop",
+            "seed": 42,
+            "round_number": 1,
+            **options,
+        }
+    )
+
+
+def noise(seed: int, count: int, scale: float) -> torch.Tensor:
+    return scale * torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+def make_buffer(policy, rewards, lengths, size=2, moved=0.0) -> list[dict]:
+    """Groups of `size`; with `moved` the old log-probs are not quite the policy's."""
+    prompts, completions = random_ids(1, 3, 9, 1, 5, 2, 4), random_ids(2, *lengths)
+    rows = []
+    for i, (reward, completion) in enumerate(zip(rewards, completions, strict=True)):
+        row = buffer_row(
+            policy,
+            prompts[i // size],
+            completion,
+            group=i // size,
+            sample=i % size,
+            reward=reward,
+            temperature=TEMPERATURE,
+        )
+        old = torch.tensor(row["log_probs_old"])
+        row["log_probs_ref"] = (old + noise(i, len(old), 0.3)).tolist()
+        row["values_old"] = noise(100 + i, len(old), 0.5).tolist()
+        row["log_probs_old"] = (old + noise(200 + i, len(old), moved)).tolist()
+        rows.append(row)
+    return rows
+
+
+SIX = {"rewards": [1.0, 0.0, 0.25, 0.75, 0.0, 1.0], "lengths": [3, 1, 8, 2, 4, 5]}
+
+
+class Run:
+    """Models after `optimize`, with the records of its steps and what was seen."""
+
+    def __init__(self, policy, critic, rows, chosen: Settings, sgd=None, step=0):
+        self.policy, self.critic = policy, critic
+        models = {"policy": policy} | ({"critic": critic} if critic else {})
+        self.optimizers = {
+            name: torch.optim.SGD(model.parameters(), lr=0.1) if sgd else adamw(model, 1.0, 0.0)
+            for name, model in models.items()
+        }
+        self.goal, self.seen = targets(rows, chosen), Seen(len(rows))
+        self.records = list(
+            optimize(
+                cpu_accelerator(),
+                policy,
+                critic,
+                self.optimizers,
+                rows,
+                self.goal,
+                chosen,
+                step,
+                self.seen,
+            )
+        )
+
+    def weights(self):
+        critic = weights_of(self.critic) if self.critic else {}
+        return weights_of(self.policy) | {f"critic/{k}": v for k, v in critic.items()}
+
+
+def run(loss, rows=None, sgd=None, make=llama, make_critic=llama_scorer, step=0, **options) -> Run:
+    policy, chosen = make(), settings(loss, **options)
+    critic = make_critic(seed=7) if chosen.objective.critic else None
+    rows = make_buffer(policy, **SIX) if rows is None else rows
+    return Run(policy, critic, rows, chosen, sgd, step)
+
+
+# Targets, by hand.
+
+
+def hand_rows(**columns) -> list[dict]:
+    """Two groups of two, 2 tokens in the longest completion."""
+    rows = [
+        {"reward": 1.0, "group": 0, "log_probs_old": [-1.0, -2.0], "log_probs_ref": [-1.5, -2.0]},
+        {"reward": 0.0, "group": 0, "log_probs_old": [-1.0], "log_probs_ref": [-1.25]},
+        {"reward": 3.0, "group": 4, "log_probs_old": [-1.0], "log_probs_ref": [-1.0]},
+        {"reward": 1.0, "group": 4, "log_probs_old": [-0.5, -1.0], "log_probs_ref": [-0.5, -2.0]},
+    ]
+    return [
+        row | {name: column[i] for name, column in columns.items()} for i, row in enumerate(rows)
+    ]
+
+
+def lists(parts) -> list:
+    return [part.tolist() for part in parts]
+
+
+def close(got, wanted) -> None:
+    assert [len(row) for row in got] == [len(row) for row in wanted]
+    flat = [x for row in got for x in row.tolist()]
+    assert flat == pytest.approx([x for row in wanted for x in row], abs=1e-5)
+
+
+def test_grpo_targets_by_hand():
+    goal = targets(hand_rows(), settings("grpo", beta=0.5))
+    a = 0.5 / (math.sqrt(0.5) + 1e-4)
+    b = 1.0 / (math.sqrt(2.0) + 1e-4)
+    close(goal.advantages, [[a, a], [-a], [b], [-b, -b]])
+    assert goal.rewards.tolist() == [1.0, 0.0, 3.0, 1.0]  # its KL goes into the loss
+    assert goal.returns is None and goal.values_old is None
+    assert goal.used.tolist() == [True] * 4
+    assert goal.groups.tolist() == [0, 0, 4, 4]
+    assert goal.lengths.tolist() == [2, 1, 1, 2]
+
+
+def test_rloo_targets_by_hand_with_the_kl_of_the_whole_completion_in_the_reward():
+    goal = targets(hand_rows(), settings("rloo", beta=0.5, kl_estimator="k1"))
+    # Summed k1: 0.5 + 0, 0.25, 0, 0 + 1; half of it comes off.
+    assert goal.rewards.tolist() == pytest.approx([0.75, -0.125, 3.0, 0.5])
+    close(goal.advantages, [[0.875, 0.875], [-0.875], [2.5], [-2.5, -2.5]])
+
+
+def test_beta_zero_needs_no_reference():
+    rows = hand_rows(log_probs_ref=[None] * 4)
+    close(targets(rows, settings("rloo")).advantages, [[1.0, 1.0], [-1.0], [2.0], [-2.0, -2.0]])
+
+
+def test_ppo_targets_by_hand():
+    rows = hand_rows(values_old=[[0.5, 0.25], [0.5], [1.0], [0.0, 2.0]])
+    goal = targets(rows, settings("ppo", beta=0.5, kl_estimator="k1", gamma=1.0, lam=0.5))
+    # Token rewards: -0.25, 1 | -0.125 | 3 | 0, 0.5.
+    raw = [
+        [-0.25 + 0.25 - 0.5 + 0.5 * 0.75, 0.75],
+        [-0.125 - 0.5],
+        [2.0],
+        [0 + 2.0 - 0.0 + 0.5 * -1.5, -1.5],
+    ]
+    close(goal.returns, [[0.375, 1.0], [-0.125], [3.0], [1.25, 0.5]])
+    flat = [x for row in raw for x in row]
+    mean = sum(flat) / 6
+    std = math.sqrt(sum((x - mean) ** 2 for x in flat) / 5)
+    close(goal.advantages, [[(x - mean) / std for x in row] for row in raw])
+    assert lists(goal.values_old) == [[0.5, 0.25], [0.5], [1.0], [0.0, 2.0]]
+
+
+def test_unscorable_rows_have_advantage_zero_and_do_not_count():
+    rows = hand_rows(reward=[1.0, 0.0, None, 1.0])
+    goal = targets(rows, settings("rloo"))
+    close(goal.advantages, [[1.0, 1.0], [-1.0], [0.0], [0.0, 0.0]])  # one row left of a group
+    assert goal.used.tolist() == [True, True, False, True]
+    assert goal.rewards.isnan().tolist() == [False, False, True, False]
+    rows = hand_rows(reward=[1.0, 0.0, None, 1.0], values_old=[[0.0, 0.0], [0.0], [9.0], [0.0] * 2])
+    goal = targets(rows, settings("ppo", lam=1.0))
+    close(goal.returns, [[1.0, 1.0], [0.0], [0.0], [1.0, 1.0]])
+    a = 0.2 / math.sqrt(4 * 0.2**2 / 4 + 0.8**2 / 4)
+    close(goal.advantages, [[a, a], [-4 * a], [0.0], [a, a]])
+
+
+# The first step, and the ones after it.
+
+
+@each_objective
+@each_pair
+def test_at_the_first_step_the_ratio_is_one_and_nothing_is_clipped(loss, make, make_critic):
+    made = run(loss, make=make, make_critic=make_critic, temperature=TEMPERATURE)
+    assert len(made.records) == 1
+    ones = torch.ones(6)
+    torch.testing.assert_close(made.seen.ratio_mean, ones, rtol=0, atol=1e-5)
+    torch.testing.assert_close(made.seen.ratio_max, ones, rtol=0, atol=1e-5)
+    assert made.seen.clipped_fraction.tolist() == [0.0] * 6
+    assert made.seen.kl.tolist() == pytest.approx([0.0] * 6, abs=1e-8)
+    assert made.records[0].kl == pytest.approx(0.0, abs=1e-8)
+    assert made.records[0].clipped_fraction == 0.0
+
+
+@pytest.mark.parametrize("loss", ["grpo", "ppo"])
+def test_later_epochs_move_away_from_the_policy_that_sampled(loss):
+    policy = llama()
+    rows = make_buffer(policy, **SIX)
+    before = [list(row["log_probs_old"]) for row in rows]
+    made = run(loss, rows, ppo_epochs=3, lr=2e-2)
+    assert [record.epoch for record in made.records] == [0, 1, 2]
+    assert made.records[0].kl == pytest.approx(0.0, abs=1e-8)
+    assert made.records[1].kl > 1e-3 and made.records[2].kl > 1e-3
+    assert made.records[2].clipped_fraction > 0
+    assert (made.seen.ratio_mean - 1).abs().max() > 1e-2
+    assert [row["log_probs_old"] for row in rows] == before
+
+
+def test_rates_continue_from_the_steps_done_before():
+    made = run("grpo", ppo_epochs=4, warmup_steps=4, lr=1e-4, step=1)
+    assert [record.lr for record in made.records] == pytest.approx([5e-5, 7.5e-5, 1e-4, 1e-4])
+
+
+def test_entropy_and_kl_to_the_reference_are_means_over_a_rows_tokens():
+    policy = llama()
+    rows = make_buffer(policy, **SIX)
+    made = run("grpo", rows, beta=0.1)
+    for i, row in enumerate(rows):
+        logits = plain_logits(policy, row["prompt_ids"], row["completion_ids"]) / TEMPERATURE
+        entropy = torch.distributions.Categorical(logits=logits).entropy().mean().item()
+        assert made.seen.entropy[i].item() == pytest.approx(entropy, rel=1e-4)
+        pairs = list(zip(row["log_probs_old"], row["log_probs_ref"], strict=True))
+        kl = sum(math.exp(ref - new) - 1 - (ref - new) for new, ref in pairs) / len(pairs)
+        assert made.seen.kl_ref[i].item() == pytest.approx(kl, rel=1e-3, abs=1e-5)
+
+
+# Loss and gradient of a step against slow loops.
+
+
+def plain_policy_loss(policy, rows, goal, chosen: Settings) -> torch.Tensor:
+    """The clipped objective, token by token; its aggregation written out."""
+    tokens = sum(len(row["completion_ids"]) for row in rows)
+    total = 0.0
+    for i, row in enumerate(rows):
+        new = plain_log_probs(policy, row["prompt_ids"], row["completion_ids"], TEMPERATURE)
+        for t, old in enumerate(row["log_probs_old"]):
+            advantage = goal.advantages[i][t].item()
+            if chosen.objective.loss.__name__ == "policy_gradient_loss":
+                term = -advantage * new[t]
+            else:
+                ratio = torch.exp(new[t] - old)
+                term = -min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            if chosen.beta and chosen.kl_placement == "loss":
+                x = row["log_probs_ref"][t] - new[t]
+                term = term + chosen.beta * (torch.exp(x) - 1 - x)
+            weight = {
+                "token-mean": 1 / tokens,
+                "seq-mean-token-mean": 1 / (len(rows) * len(new)),
+                "seq-mean-token-sum": 1 / len(rows),
+            }[chosen.aggregation]
+            total = total + weight * term
+    return total
+
+
+def norm_of(model) -> float:
+    return (
+        torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        .norm()
+        .item()
+    )
+
+
+@pytest.mark.parametrize("loss, beta", [("grpo", 0.0), ("grpo", 0.3), ("rloo", 0.3), ("ppo", 0.3)])
+@each_pair
+def test_a_step_has_the_loss_and_the_gradient_of_slow_plain_passes(loss, beta, make, make_critic):
+    rows = make_buffer(make(), **SIX, moved=0.3)
+    made = run(
+        loss, rows, make=make, make_critic=make_critic, beta=beta, train_batch_size=2, batch_acc=3
+    )
+    chosen, policy = settings(loss, beta=beta), make()
+    wanted = plain_policy_loss(policy, rows, made.goal, chosen)
+    wanted.backward()
+    assert made.records[0].policy.loss == pytest.approx(wanted.item(), rel=1e-4, abs=1e-6)
+    assert made.records[0].policy.grad_norm == pytest.approx(norm_of(policy), rel=1e-3)
+    assert (made.records[0].clipped_fraction > 0) == (loss != "rloo")
+
+
+@each_pair
+def test_the_critic_has_the_loss_and_the_gradient_of_slow_plain_passes(make, make_critic):
+    rows = make_buffer(make(), **SIX)
+    made = run("ppo", rows, make=make, make_critic=make_critic, train_batch_size=4, batch_acc=2)
+    critic, total = make_critic(seed=7), 0.0
+    for i, row in enumerate(rows):
+        for t, old in enumerate(row["values_old"]):
+            ids = torch.tensor([row["prompt_ids"] + row["completion_ids"][:t]])
+            value = critic(input_ids=ids, use_cache=False).logits[0, 0]
+            goal = made.goal.returns[i][t].item()
+            clipped = old + (value - old).clamp(-0.2, 0.2)
+            total = total + 0.5 * max((value - goal) ** 2, (clipped - goal) ** 2) / 23
+    total = 0.5 * total
+    total.backward()
+    assert made.records[0].critic.loss == pytest.approx(total.item(), rel=1e-4)
+    assert made.records[0].critic.grad_norm == pytest.approx(norm_of(critic), rel=1e-3)
+
+
+# Micro-batches and metrics.
+
+
+@each_objective
+def test_micro_batches_change_neither_loss_nor_norm_nor_weights(loss):
+    rows = make_buffer(llama(), **SIX, moved=0.2)
+    options = {"sgd": True, "beta": 0.2, "lr": 0.1, "lr_critic": 0.1}
+    whole = run(loss, rows, **options)
+    for size, acc in ((2, 3), (4, 2), (1, 6)):
+        parts = run(loss, rows, train_batch_size=size, batch_acc=acc, **options)
+        assert len(parts.records) == 1
+        got, wanted = parts.records[0], whole.records[0]
+        assert got.policy.loss == pytest.approx(wanted.policy.loss, rel=1e-4, abs=1e-6)
+        assert got.policy.grad_norm == pytest.approx(wanted.policy.grad_norm, rel=1e-4)
+        if loss == "ppo":
+            assert got.critic.loss == pytest.approx(wanted.critic.loss, rel=1e-4)
+            assert got.critic.grad_norm == pytest.approx(wanted.critic.grad_norm, rel=1e-4)
+        weights = whole.weights()
+        for name, weight in parts.weights().items():
+            torch.testing.assert_close(weight, weights[name], rtol=1e-4, atol=1e-5)
+
+
+@each_objective
+def test_metrics_do_not_depend_on_padding(loss):
+    lengths = [3, 1, 60, 2, 4, 5]  # one mate pads all others by more than 50
+    policy = llama()
+    rows = make_buffer(policy, SIX["rewards"], lengths, moved=0.3)
+    wide = run(loss, rows, beta=0.1)
+    narrow = run(loss, rows, beta=0.1, train_batch_size=1, batch_acc=6)
+    for name in ("ratio_mean", "ratio_max", "clipped_fraction", "kl", "kl_ref", "entropy"):
+        left, right = getattr(wide.seen, name), getattr(narrow.seen, name)
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
+    assert (wide.seen.entropy >= 0).all() and (wide.seen.kl >= 0).all()
+    assert ((wide.seen.clipped_fraction >= 0) & (wide.seen.clipped_fraction <= 1)).all()
+    assert wide.records[0].kl == pytest.approx(narrow.records[0].kl, rel=1e-4)
+    assert wide.records[0].clipped_fraction == pytest.approx(narrow.records[0].clipped_fraction)
+
+
+def test_the_mean_kl_of_a_step_weighs_tokens_alike():
+    rows = make_buffer(llama(), **SIX, moved=0.3)
+    made = run("grpo", rows)
+    total = 0.0
+    for row in rows:
+        new = plain_log_probs(llama(), row["prompt_ids"], row["completion_ids"], TEMPERATURE)
+        log_ratios = [n - o for n, o in zip(new.tolist(), row["log_probs_old"], strict=True)]
+        total += sum(math.exp(x) - 1 - x for x in log_ratios)
+    assert made.records[0].kl == pytest.approx(total / 23, rel=1e-3)
+
+
+def test_token_means_weigh_rows_by_length_and_leave_out_what_was_not_seen():
+    means = torch.tensor([1.0, math.nan, 4.0])
+    assert token_mean(means, torch.tensor([1, 100, 2])) == pytest.approx(3.0)
+    assert token_mean(torch.tensor([math.nan]), torch.tensor([3])) == 0.0
+
+
+def test_explained_variance_by_hand():
+    values, returns = (
+        [torch.tensor([1.0, 2.0]), torch.tensor([3.0])],
+        [
+            torch.tensor([1.0, 3.0]),
+            torch.tensor([5.0]),
+        ],
+    )
+    assert explained_variance(returns, returns) == pytest.approx(1.0)
+    assert explained_variance(values, returns) == pytest.approx(1 - 1.0 / 4.0)
+    assert explained_variance(values, [torch.ones(2), torch.ones(1)]) is None
+    assert explained_variance([torch.ones(1)], [torch.zeros(1)]) is None
+
+
+# Stopping early, leaving out.
+
+
+def test_target_kl_stops_after_the_epoch_that_exceeded_it():
+    free = run("grpo", ppo_epochs=4, lr=2e-2)
+    kls = [record.kl for record in free.records]
+    assert len(kls) == 4 and kls[0] < 1e-6 < kls[1]
+    stopped = run("grpo", ppo_epochs=4, lr=2e-2, target_kl=kls[1] / 2)
+    assert [record.epoch for record in stopped.records] == [0, 1]
+    loose = run("grpo", ppo_epochs=4, lr=2e-2, target_kl=2 * max(kls))
+    assert len(loose.records) == 4
+
+
+@each_objective
+def test_unscorable_rows_train_nothing_and_count_in_no_divisor(loss):
+    """A buffer with them gives the step of the buffer without them."""
+    policy = llama()
+    rewards = [1.0, 0.0, None, 0.25, None, 0.75, 0.5, None]
+    rows = make_buffer(policy, rewards, [3, 1, 8, 2, 4, 5, 2, 6], size=4, moved=0.2)
+    scored = [row for row in rows if row["reward"] is not None]
+    options = {"sgd": True, "beta": 0.2, "lr": 0.1, "lr_critic": 0.1}
+    with_them, without = run(loss, rows, **options), run(loss, scored, **options)
+    got, wanted = with_them.records[0], without.records[0]
+    assert got.policy.loss == pytest.approx(wanted.policy.loss, rel=1e-4, abs=1e-6)
+    assert got.policy.grad_norm == pytest.approx(wanted.policy.grad_norm, rel=1e-4)
+    assert got.kl == pytest.approx(wanted.kl, rel=1e-4)
+    assert got.clipped_fraction == pytest.approx(wanted.clipped_fraction)
+    weights = without.weights()
+    for name, weight in with_them.weights().items():
+        torch.testing.assert_close(weight, weights[name], rtol=1e-4, atol=1e-5)
+    unused = [row["reward"] is None for row in rows]
+    assert with_them.seen.ratio_mean.isnan().tolist() == unused
+    assert with_them.seen.entropy.isnan().tolist() == unused
+
+
+@pytest.mark.parametrize("loss", ["grpo", "ppo"])
+def test_a_step_of_unscorable_rows_only_is_not_taken(loss):
+    rows = make_buffer(llama(), [None, None, 1.0, 0.0, None, None], SIX["lengths"])
+    made = run(loss, rows, train_batch_size=2, warmup_steps=2)
+    alone = run(loss, rows[2:4], train_batch_size=2, warmup_steps=2)
+    assert len(made.records) == 1
+    assert made.records[0].lr == alone.records[0].lr
+    assert same_weights(made.weights(), alone.weights())
+
+
+@pytest.mark.parametrize("loss", ["grpo", "ppo"])
+def test_a_buffer_without_any_reward_leaves_weights_and_optimizer_as_they_were(loss):
+    policy, critic = llama(), llama_scorer(seed=7)
+    before = weights_of(policy) | {f"critic/{k}": v for k, v in weights_of(critic).items()}
+    rows = make_buffer(policy, [None] * 6, SIX["lengths"])
+    made = Run(policy, critic, rows, settings(loss, ppo_epochs=2, target_kl=0.1))
+    assert made.records == []
+    assert same_weights(made.weights(), before)
+    assert not any(optimizer.state for optimizer in made.optimizers.values())
+
+
+def test_groups_without_spread_move_nothing():
+    policy = llama()
+    before = weights_of(policy)
+    rows = make_buffer(policy, [1.0, 1.0, 0.1 + 0.2, 0.3, 0.0, 0.0], SIX["lengths"])
+    made = Run(policy, None, rows, settings("grpo"))
+    assert made.records[0].policy.grad_norm == 0.0
+    assert same_weights(weights_of(policy), before)
+
+
+def test_a_loss_that_is_not_finite_stops_the_round():
+    rows = make_buffer(llama(), **SIX)
+    rows[2]["log_probs_old"][3] = math.nan
+    with pytest.raises(NonFinite):
+        run("grpo", rows, train_batch_size=2, batch_acc=3)
+
+
+def test_under_skip_the_other_micro_batches_are_trained_on_and_the_bad_one_counted():
+    rows = make_buffer(llama(), **SIX)
+    rows[2]["log_probs_old"][3] = math.nan
+    made = run("grpo", rows, train_batch_size=2, batch_acc=3, nonfinite="skip")
+    assert made.records[0].policy.skipped == 1
+    assert all(weight.isfinite().all() for weight in made.weights().values())
+    assert not same_weights(made.weights(), weights_of(llama()))
+
+
+# The critic's clip.
+
+
+def test_old_values_stay_the_buffers_over_all_epochs():
+    """Old value 0, return 1, clip 0.2: the loss of a value past 0.2 is held at 0.32, not at 0."""
+    policy, rows = llama(), []
+    for i, (prompt, answer) in enumerate(
+        zip(random_ids(1, 3, 9), random_ids(2, 2, 3), strict=True)
+    ):
+        rows.append(
+            buffer_row(
+                policy,
+                prompt,
+                answer,
+                group=i,
+                reward=1.0,
+                temperature=TEMPERATURE,
+                values_old=[0.0] * len(answer),
+            )
+        )
+    critic = llama_scorer(seed=7)
+    with torch.no_grad():
+        critic.score.weight.zero_()
+    options = {"lam": 1.0, "vf_coef": 1.0, "ppo_epochs": 30, "lr_critic": 3e-3, "lr": 1e-5}
+    made = Run(policy, critic, rows, settings("ppo", **options))
+    losses = [record.critic.loss for record in made.records]
+    assert losses[0] == pytest.approx(0.5)
+    assert losses[-1] == pytest.approx(0.32, abs=1e-4)
+    assert made.records[-1].critic.grad_norm == pytest.approx(0.0, abs=1e-6)
+    with torch.no_grad():
+        for row in rows:
+            ids = torch.tensor([row["prompt_ids"]])
+            assert 0.2 <= critic(input_ids=ids, use_cache=False).logits.item() < 0.9
+    assert [row["values_old"] for row in rows] == [[0.0] * 2, [0.0] * 3]
+
+
+# Epochs.
+
+
+def test_rows_are_reshuffled_in_each_epoch_by_seed_and_round():
+    def order(**options):
+        policy, asked = llama(), []
+        rows = make_buffer(policy, **SIX, size=1)
+
+        class Watched(list):
+            def __getitem__(self, index):
+                asked.append(index)
+                return super().__getitem__(index)
+
+        chosen = settings("grpo", train_batch_size=1, ppo_epochs=3, **options)
+        Run(policy, None, Watched(rows), chosen)
+        return [tuple(asked[start : start + 6]) for start in range(0, 18, 6)]
+
+    first = order()
+    assert all(sorted(epoch) == list(range(6)) for epoch in first)
+    assert len(set(first)) > 1
+    assert order() == first
+    assert order(seed=43) != first and order(round_number=2) != first
+
+
+def test_a_round_twice_is_the_same_bit_for_bit():
+    first, second = (run("ppo", beta=0.1, ppo_epochs=2, train_batch_size=2) for _ in range(2))
+    assert same_weights(first.weights(), second.weights())
+    assert first.records == second.records
+    assert replace(settings("ppo"), seed=43) != settings("ppo")
