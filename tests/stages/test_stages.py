@@ -26,13 +26,13 @@ from transformers import (
 )
 
 from stages.base import command, params, tables
+from stages.base.environment import TRACK
 from stages.models import tiny
 from stages.models.checkpoints import load_scorer
 from stages.models.scorers import scores
 from stages.page.page import visible
 from stages.prepare_model import set_padding
 from stages.rl.objectives import OBJECTIVES
-from stages.training.tracking import VARIABLE
 from tests.helpers.own_code import CODE, bring_code
 from tests.helpers.tiny import ROOT, SMALL, command_line, small_params, write
 
@@ -524,7 +524,7 @@ def test_a_branch_and_a_run_without_reference_or_reward_model_have_a_page(copy):
 
 
 def test_trackers_see_a_training_and_change_no_byte_of_it(finished, copy, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "tensorboard")
+    monkeypatch.setenv(TRACK, "tensorboard")
     for stage in ("train_sft", "train_rm", "optimize@1"):
         succeed(copy, stage)
     for path in ("models/sft", "models/rm", "models/policy/1", "data/curves", "data/figures"):
@@ -535,9 +535,9 @@ def test_trackers_see_a_training_and_change_no_byte_of_it(finished, copy, monkey
 
 
 def test_an_unknown_tracker_stops_a_training_before_it_begins(copy, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "notebook")
+    monkeypatch.setenv(TRACK, "notebook")
     for stage in ("train_sft", "train_rm", "optimize@1"):
-        assert f"{VARIABLE}: found 'notebook'" in refuse(copy, stage)
+        assert f"{TRACK}: found 'notebook'" in refuse(copy, stage)
 
 
 def test_the_report_goes_by_the_rounds_and_not_by_the_files_that_lie_about(copy):
