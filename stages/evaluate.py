@@ -17,7 +17,7 @@ import torch
 
 from stages.base import params
 from stages.base.chunks import chunks
-from stages.base.command import Stage, progress, say
+from stages.base.command import Stage, paths, progress, say
 from stages.base.metrics import write_json
 from stages.base.tables import EVALUATIONS, write_table
 from stages.base.tokenizers import load_tokenizer
@@ -31,11 +31,7 @@ from stages.rollouts.sampling import Completion, Sampling, sample, uniforms
 
 
 @click.command(cls=Stage)
-@click.option("--policy", type=click.Path(path_type=Path), required=True)
-@click.option("--task", type=click.Path(path_type=Path), required=True)
-@click.option("--source", type=click.Path(path_type=Path), required=True)
-@click.option("--out", type=click.Path(path_type=Path), required=True)
-@click.option("--figures", type=click.Path(path_type=Path), required=True)
+@paths("--policy", "--task", "--source", "--out", "--figures")
 def evaluate(policy: Path, task: Path, source: Path, out: Path, figures: Path) -> None:
     """Answer held-out prompts and check the answers."""
     knobs = params.load(Knobs)

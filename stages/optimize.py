@@ -18,7 +18,7 @@ import click
 import torch
 
 from stages.base import params
-from stages.base.command import Stage, progress, say
+from stages.base.command import Stage, paths, progress, say
 from stages.base.errors import InputError
 from stages.base.metrics import write_json
 from stages.base.tables import BUFFERS, UPDATES, Rows, random_access, read_provenance, write_table
@@ -53,13 +53,7 @@ from stages.training.tracking import tracking
 
 @click.command(cls=Stage)
 @click.option("--round", "round_number", type=click.IntRange(min=1), required=True)
-@click.option("--buffer", type=click.Path(path_type=Path), required=True)
-@click.option("--policy", "start", type=click.Path(path_type=Path), required=True)
-@click.option("--reward-model", type=click.Path(path_type=Path), required=True)
-@click.option("--out", type=click.Path(path_type=Path), required=True)
-@click.option("--updates", type=click.Path(path_type=Path), required=True)
-@click.option("--curve", type=click.Path(path_type=Path), required=True)
-@click.option("--figures", type=click.Path(path_type=Path), required=True)
+@paths("--buffer", "--policy start", "--reward-model", "--out", "--updates", "--curve", "--figures")
 def optimize(
     round_number: int,
     buffer: Path,

@@ -15,7 +15,7 @@ import click
 import torch
 
 from stages.base import params
-from stages.base.command import Stage, say
+from stages.base.command import Stage, paths, say
 from stages.base.files import replacing
 from stages.base.randomness import seed_everything
 from stages.knobs.prepare_model import Knobs
@@ -25,8 +25,7 @@ from stages.text.chat import stop_token_ids
 
 
 @click.command(cls=Stage)
-@click.option("--source", type=click.Path(path_type=Path), required=True)
-@click.option("--out", type=click.Path(path_type=Path), required=True)
+@paths("--source", "--out")
 def prepare_model(source: Path, out: Path) -> None:
     """Make or fetch the base model."""
     knobs = params.load(Knobs)

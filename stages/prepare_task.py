@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from stages.base import params
-from stages.base.command import Stage, say
+from stages.base.command import Stage, paths, say
 from stages.base.errors import InputError
 from stages.base.files import replacing
 from stages.base.metrics import write_json
@@ -25,8 +25,7 @@ from stages.rows.task import generate
 
 
 @click.command(cls=Stage)
-@click.option("--out", type=click.Path(path_type=Path), required=True)
-@click.option("--figures", type=click.Path(path_type=Path), required=True)
+@paths("--out", "--figures")
 def prepare_task(out: Path, figures: Path) -> None:
     """Generate the rows of the embedded task."""
     knobs = params.load(Knobs)

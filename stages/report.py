@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from stages.base import params
-from stages.base.command import Stage, say
+from stages.base.command import Stage, paths, say
 from stages.base.errors import InputError
 from stages.base.files import replacing
 from stages.base.metrics import growing_curve, read_json, write_json
@@ -28,15 +28,17 @@ PROMPTS, GROUPS = 4, 2  # shown at either end
 
 
 @click.command(cls=Stage)
-@click.option("--figures", type=click.Path(path_type=Path), required=True)
-@click.option("--curves", type=click.Path(path_type=Path), required=True)
-@click.option("--evaluations", type=click.Path(path_type=Path), required=True)
-@click.option("--buffers", type=click.Path(path_type=Path), required=True)
-@click.option("--updates", type=click.Path(path_type=Path), required=True)
-@click.option("--meanings", type=click.Path(path_type=Path), required=True)
-@click.option("--metrics", type=click.Path(path_type=Path), required=True)
-@click.option("--plots", type=click.Path(path_type=Path), required=True)
-@click.option("--page", "pages", type=click.Path(path_type=Path), required=True)
+@paths(
+    "--figures",
+    "--curves",
+    "--evaluations",
+    "--buffers",
+    "--updates",
+    "--meanings",
+    "--metrics",
+    "--plots",
+    "--page pages",
+)
 def report(
     figures: Path,
     curves: Path,

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from stages.base import params
-from stages.base.command import Bar, Stage, progress, say
+from stages.base.command import Bar, Stage, paths, progress, say
 from stages.base.errors import InputError
 from stages.base.metrics import write_json
 from stages.base.tables import ROLLOUTS, write_table
@@ -31,11 +31,7 @@ from stages.rollouts.sampling import Sampling
 
 @click.command(cls=Stage)
 @click.option("--round", "round_number", type=click.IntRange(min=1), required=True)
-@click.option("--policy", type=click.Path(path_type=Path), required=True)
-@click.option("--task", type=click.Path(path_type=Path), required=True)
-@click.option("--source", type=click.Path(path_type=Path), required=True)
-@click.option("--out", type=click.Path(path_type=Path), required=True)
-@click.option("--figures", type=click.Path(path_type=Path), required=True)
+@paths("--policy", "--task", "--source", "--out", "--figures")
 def rollout(
     round_number: int, policy: Path, task: Path, source: Path, out: Path, figures: Path
 ) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 
 from stages.base import params
-from stages.base.command import Stage, progress, say
+from stages.base.command import Stage, paths, progress, say
 from stages.base.metrics import write_json
 from stages.base.tables import (
     BUFFERS,
@@ -34,12 +34,7 @@ from stages.models.scoring import reference_log_probs, scores_and_values, total_
 
 
 @click.command(cls=Stage)
-@click.option("--rollouts", type=click.Path(path_type=Path), required=True)
-@click.option("--policy", type=click.Path(path_type=Path), required=True)
-@click.option("--reward-model", type=click.Path(path_type=Path), required=True)
-@click.option("--reference", type=click.Path(path_type=Path), required=True)
-@click.option("--out", type=click.Path(path_type=Path), required=True)
-@click.option("--figures", type=click.Path(path_type=Path), required=True)
+@paths("--rollouts", "--policy", "--reward-model", "--reference", "--out", "--figures")
 def score(
     rollouts: Path, policy: Path, reward_model: Path, reference: Path, out: Path, figures: Path
 ) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from stages.base import params
-from stages.base.command import Stage, say
+from stages.base.command import Stage, paths, say
 from stages.base.errors import InputError
 from stages.base.metrics import write_json
 from stages.base.randomness import derive
@@ -22,10 +22,7 @@ from stages.knobs.split_preferences import Knobs
 
 
 @click.command(cls=Stage)
-@click.option("--pairs", type=click.Path(path_type=Path), required=True)
-@click.option("--train", type=click.Path(path_type=Path), required=True)
-@click.option("--validation", type=click.Path(path_type=Path), required=True)
-@click.option("--figures", type=click.Path(path_type=Path), required=True)
+@paths("--pairs", "--train", "--validation", "--figures")
 def split_preferences(pairs: Path, train: Path, validation: Path, figures: Path) -> None:
     """Split pairs by prompt."""
     knobs = params.load(Knobs)

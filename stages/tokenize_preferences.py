@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from stages.base import params
-from stages.base.command import Stage, say
+from stages.base.command import Stage, paths, say
 from stages.base.errors import InputError
 from stages.base.metrics import write_json
 from stages.base.tables import PAIRS, write_batches
@@ -26,10 +26,7 @@ from stages.text.templates import tools_unseen
 
 
 @click.command(cls=Stage)
-@click.option("--task", type=click.Path(path_type=Path), required=True)
-@click.option("--base", type=click.Path(path_type=Path), required=True)
-@click.option("--out", type=click.Path(path_type=Path), required=True)
-@click.option("--figures", type=click.Path(path_type=Path), required=True)
+@paths("--task", "--base", "--out", "--figures")
 def tokenize_preferences(task: Path, base: Path, out: Path, figures: Path) -> None:
     """Tokenize preference pairs."""
     knobs = params.load(Knobs)

@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from stages.base import params
-from stages.base.command import Stage, say
+from stages.base.command import Stage, paths, say
 from stages.base.errors import InputError
 from stages.base.metrics import write_json
 from stages.base.tables import SFT, write_batches
@@ -29,10 +29,7 @@ SUMS = ("tokens", "trained_tokens", "truncated", "masked_by_offsets")
 
 
 @click.command(cls=Stage)
-@click.option("--task", type=click.Path(path_type=Path), required=True)
-@click.option("--base", type=click.Path(path_type=Path), required=True)
-@click.option("--out", type=click.Path(path_type=Path), required=True)
-@click.option("--figures", type=click.Path(path_type=Path), required=True)
+@paths("--task", "--base", "--out", "--figures")
 def tokenize_sft(task: Path, base: Path, out: Path, figures: Path) -> None:
     """Tokenize SFT rows."""
     knobs = params.load(Knobs)

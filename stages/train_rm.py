@@ -16,7 +16,7 @@ import torch
 
 from stages.base import params
 from stages.base.chunks import chunks
-from stages.base.command import Stage, progress, say
+from stages.base.command import Stage, paths, progress, say
 from stages.base.files import replacing
 from stages.base.metrics import write_json
 from stages.base.randomness import seed_everything
@@ -40,12 +40,7 @@ from stages.training.tracking import tracking
 
 
 @click.command(cls=Stage)
-@click.option("--train", "train_path", type=click.Path(path_type=Path), required=True)
-@click.option("--validation", type=click.Path(path_type=Path), required=True)
-@click.option("--sft", type=click.Path(path_type=Path), required=True)
-@click.option("--out", type=click.Path(path_type=Path), required=True)
-@click.option("--curve", type=click.Path(path_type=Path), required=True)
-@click.option("--figures", type=click.Path(path_type=Path), required=True)
+@paths("--train train_path", "--validation", "--sft", "--out", "--curve", "--figures")
 def train_rm(
     train_path: Path, validation: Path, sft: Path, out: Path, curve: Path, figures: Path
 ) -> None:

@@ -14,7 +14,7 @@ import click
 import torch
 
 from stages.base import params
-from stages.base.command import Stage, progress, say
+from stages.base.command import Stage, paths, progress, say
 from stages.base.files import replacing
 from stages.base.metrics import write_json
 from stages.base.tables import SFT, random_access
@@ -29,11 +29,7 @@ from stages.training.tracking import tracking
 
 
 @click.command(cls=Stage)
-@click.option("--data", type=click.Path(path_type=Path), required=True)
-@click.option("--base", type=click.Path(path_type=Path), required=True)
-@click.option("--out", type=click.Path(path_type=Path), required=True)
-@click.option("--curve", type=click.Path(path_type=Path), required=True)
-@click.option("--figures", type=click.Path(path_type=Path), required=True)
+@paths("--data", "--base", "--out", "--curve", "--figures")
 def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> None:
     """Fine-tune the base model on labelled tokens."""
     knobs = params.load(Knobs)

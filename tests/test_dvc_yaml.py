@@ -197,13 +197,14 @@ def options_of(script: str) -> set[str]:
     """`--names` of the click options in a script, from its text."""
     tree = ast.parse((ROOT / "stages" / f"{script}.py").read_text(encoding="utf-8"))
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
-    return {
-        argument.value
+    words = [
+        argument.value.split()[0]
         for call in calls
-        if isinstance(call.func, ast.Attribute) and call.func.attr in ("option", "argument")
+        if getattr(call.func, "attr", "") == "option" or getattr(call.func, "id", "") == "paths"
         for argument in call.args
-        if isinstance(argument, ast.Constant) and str(argument.value).startswith("-")
-    }
+        if isinstance(argument, ast.Constant)
+    ]
+    return {word for word in words if word.startswith("-")}
 
 
 def command_of(stage: dict) -> dict[str, str]:

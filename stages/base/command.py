@@ -6,7 +6,8 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import click
 from tqdm import tqdm
@@ -47,6 +48,21 @@ class Stage(click.Command):
                 raise
             words = str(error).partition("\n")[0]
             raise failure(name, words, OUT_OF_MEMORY) from error
+
+
+def paths(*options: str) -> Callable:
+    """Required options that take a path: `paths("--base", "--out")`.
+
+    `--policy start` gives the path of `--policy` to the parameter `start`.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        for words in reversed(options):
+            option = click.option(*words.split(), type=click.Path(path_type=Path), required=True)
+            function = option(function)
+        return function
+
+    return decorate
 
 
 def failure(stage: str, error: Exception | str, advice: str) -> click.ClickException:
