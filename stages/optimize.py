@@ -24,16 +24,9 @@ from stages.base.metrics import write_json
 from stages.base.tables import BUFFERS, UPDATES, Rows, random_access, read_provenance, write_table
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.optimize import Knobs
-from stages.models.checkpoints import (
-    TrainerState,
-    load_optimizer,
-    load_policy,
-    load_scorer,
-    load_trainer,
-    new_scorer,
-    save_policy,
-)
+from stages.models.checkpoints import load_policy, load_scorer, new_scorer
 from stages.models.compute import accelerator as make_accelerator
+from stages.models.trainer_state import TrainerState, load_optimizer, load_trainer, save_policy
 from stages.rl.advantages import has_spread, rows_of_groups
 from stages.rl.epochs import (
     Seen,

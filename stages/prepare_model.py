@@ -20,7 +20,8 @@ from stages.base.files import replacing
 from stages.base.randomness import seed_everything
 from stages.knobs.prepare_model import Knobs
 from stages.models import tiny
-from stages.models.checkpoints import load_foreign, save_model
+from stages.models.checkpoints import save_model
+from stages.sources.published import load_foreign
 from stages.text.chat import stop_token_ids
 
 

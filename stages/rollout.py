@@ -21,8 +21,9 @@ from stages.base.metrics import write_json
 from stages.base.tables import ROLLOUTS, write_table
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.rollout import Knobs
-from stages.models.checkpoints import load_policy, load_trainer
+from stages.models.checkpoints import load_policy
 from stages.models.compute import accelerator as make_accelerator
+from stages.models.trainer_state import load_trainer
 from stages.rollouts.engine import Engine, Prompt
 from stages.rollouts.prompts import context_limit, load_prompts, reward_columns
 from stages.rollouts.rewards import Rules, find_verifier

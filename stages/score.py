@@ -28,9 +28,10 @@ from stages.base.tables import (
     write_table,
 )
 from stages.knobs.score import Knobs
-from stages.models.checkpoints import load_policy, load_scorer, load_trainer
+from stages.models.checkpoints import load_policy, load_scorer
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.scoring import reference_log_probs, scores_and_values, total_reward
+from stages.models.trainer_state import load_trainer
 
 
 @click.command(cls=Stage)

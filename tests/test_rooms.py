@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.tiny import ROOT
 from tools.sync_dvc import imports_of
 
-ORDER = ["base", "text", "rows", "models", "training", "rollouts", "rl", "page", "viewer"]
+ORDER = "base text rows models sources training rollouts rl page viewer".split()
 ROOMS = sorted(p.name for p in (ROOT / "stages").iterdir() if p.is_dir() and list(p.glob("*.py")))
 MODULES = sorted((ROOT / "stages").rglob("*.py"))
 
@@ -22,8 +22,10 @@ DISK = {
     "base/trust.py",
     "base/verifiers.py",
     "models/checkpoints.py",
+    "models/trainer_state.py",
     "rows/formats.py",
     "rows/readers.py",
+    "sources/published.py",
     "page/page.py",  # its own template
     "viewer/models.py",
     "viewer/pieces.py",

@@ -192,8 +192,9 @@ def memory(args) -> dict:
     from stages.base import params
     from stages.base.chunks import chunks
     from stages.knobs.score import Knobs
-    from stages.models.checkpoints import TrainerState, load_policy, load_scorer, save_policy
+    from stages.models.checkpoints import load_policy, load_scorer
     from stages.models.scoring import reference_log_probs, scores_and_values, total_reward
+    from stages.models.trainer_state import TrainerState, save_policy
 
     run, knobs = Round(args.prompts), params.load(Knobs)
     scorer = load_scorer(Path("rm"), knobs.attention, run.device)

@@ -16,18 +16,15 @@ from stages.base.chunks import chunks
 from stages.base.tables import BUFFERS, ROLLOUTS, read_provenance
 from stages.knobs.optimize import Knobs as OptimizeKnobs
 from stages.knobs.rollout import Knobs as RolloutKnobs
-from stages.models.checkpoints import (
+from stages.models.checkpoints import load_policy, load_scorer, new_scorer, save_model
+from stages.models.scoring import reference_log_probs, scores_and_values, total_reward
+from stages.models.trainer_state import (
     TrainerState,
     load_optimizer,
-    load_policy,
-    load_scorer,
     load_trainer,
-    new_scorer,
-    save_model,
     save_optimizer,
     save_policy,
 )
-from stages.models.scoring import reference_log_probs, scores_and_values, total_reward
 from stages.optimize import make_settings
 from stages.optimize import optimize as optimize_command
 from stages.rl.epochs import Seen, optimize, targets
