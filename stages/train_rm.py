@@ -74,8 +74,10 @@ def train(accelerator, scorer, rows, knobs: Knobs, log: Callable[[dict], None]) 
         rows,
         pair_lengths(rows),
         recipe,
-        share_of=lambda pairs, count: loss_share(scorer, pairs, count, knobs.rm.centering, right),
-        count_of=len,
+        loss_of=lambda pairs, count: micro_batch_loss(
+            scorer, pairs, count, knobs.rm.centering, right
+        ),
+        divisor_of=len,
     )
     bar, records = progress(fit.steps(), "reward model", len(fit.plan())), []
     for record in bar:
@@ -88,7 +90,7 @@ def train(accelerator, scorer, rows, knobs: Knobs, log: Callable[[dict], None]) 
     return records
 
 
-def loss_share(scorer, pairs: list[dict], divisor: int, centering: float, right: list[int]):
+def micro_batch_loss(scorer, pairs: list[dict], divisor: int, centering: float, right: list[int]):
     """(B pairs) -> scalar: summed Bradley-Terry loss / divisor; appends how many rank rightly."""
     chosen, rejected = pair_scores(scorer, pairs)
     margin = torch.tensor([pair["margin"] for pair in pairs], device=chosen.device)

@@ -152,12 +152,14 @@ class Round:
     def optimize(self, number: int, rows: list[dict]) -> None:
         from dataclasses import replace
 
-        from stages.rl.epochs import Seen, optimize, targets
+        from stages.rl import epochs
+        from stages.rl.targets import make_targets
 
         settings = replace(self.settings, round_number=number)
-        goal, seen = targets(rows, settings), Seen(len(rows))
-        models = (self.policy, None, self.optimizers)
-        for _ in optimize(self.accelerator, *models, rows, goal, settings, self.steps, seen):
+        learner = epochs.Learner(self.policy, None, self.optimizers)
+        targets = make_targets(rows, settings)
+        learning = epochs.Round(self.accelerator, learner, rows, targets, settings)
+        for _ in learning.steps(self.steps):
             self.steps += 1
 
 
@@ -193,8 +195,9 @@ def memory(args) -> dict:
     from stages.base.chunks import chunks
     from stages.knobs.score import Knobs
     from stages.models.checkpoints import load_policy, load_scorer
-    from stages.models.scoring import reference_log_probs, scores_and_values, total_reward
+    from stages.models.scorers import reference_log_probs, scores_and_values
     from stages.models.trainer_state import TrainerState, save_policy
+    from stages.score import total_reward
 
     run, knobs = Round(args.prompts), params.load(Knobs)
     scorer = load_scorer(Path("rm"), knobs.attention, run.device)
