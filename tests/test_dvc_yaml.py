@@ -18,8 +18,9 @@ import pytest
 from dvc.dependency import param
 
 from stages.base.params import all_knobs, keys
+from stages.base.spelling import flat
 from tests.helpers.clone import copy_of_working_tree, run
-from tests.helpers.tiny import ROOT, change, dotted, plain, small_params, write
+from tests.helpers.tiny import ROOT, change, plain, small_params, write
 from tools.sync_dvc import bodies, code_dependencies, derived, imported_modules, script_of
 
 DOCUMENT = plain(ROOT / "dvc.yaml")
@@ -346,7 +347,7 @@ def dependencies(committed, monkeypatch):
 def keys_of_file(values: dict) -> set[str]:
     """Dotted keys of params.yaml; `task.config` and `rounds` are one knob each."""
     whole = ("rounds", "task.config")
-    return {next((w for w in whole if key.startswith(w)), key) for key in dotted(values)}
+    return {next((w for w in whole if key.startswith(w)), key) for key in flat(values)}
 
 
 def test_each_key_in_turn_makes_exactly_the_stages_stale_that_read_it(committed, dependencies):

@@ -27,16 +27,15 @@ DISK = {
     "rows/readers.py",
     "sources/published.py",
     "page/page.py",  # its own template
+    "viewer/decoding.py",
     "viewer/models.py",
-    "viewer/pieces.py",
     "viewer/places.py",
     "viewer/rows.py",
-    "viewer/streams.py",
 }
 TOUCHES = {
     *("open", "read_text", "write_text", "read_bytes", "write_bytes", "mkdir", "unlink", "glob"),
     *("rglob", "iterdir", "exists", "is_file", "is_dir", "rmtree", "copyfile", "replace_file"),
-    *("ParquetFile", "ParquetWriter", "from_pretrained", "save_pretrained", "safe_open"),
+    *("connect", "ParquetFile", "ParquetWriter", "from_pretrained", "save_pretrained", "safe_open"),
     *("save_file", "load_dataset", "load_from_disk", "snapshot_download", "FileSystemLoader"),
 }
 
@@ -78,7 +77,7 @@ def test_the_modules_that_touch_disk_are_listed():
 
 
 # What libraries and terminals are told by; our own variables stand in base/environment.py.
-FOREIGN_VARIABLES = {"rows/workers.py", "viewer/text.py"}
+FOREIGN_VARIABLES = {"rows/workers.py"}
 
 
 def test_no_room_but_base_reads_the_environment():

@@ -11,8 +11,9 @@ import click
 import pyarrow as pa
 
 from stages.base.chunks import chunks
-from stages.base.command import progress, spelled_out
+from stages.base.command import progress
 from stages.base.knobs import Source
+from stages.base.spelling import spelled_out
 from stages.rows.canonical import SAMPLED_ROWS, CanonicalRow, count_reason, open_rows
 from stages.rows.readers import read_rows
 from stages.rows.workers import in_order
