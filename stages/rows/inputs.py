@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from stages.base.chunks import chunks
 from stages.base.command import progress, spelled_out
+from stages.base.errors import InputError
 from stages.base.knobs import Source
 from stages.rows.canonical import SAMPLED_ROWS, CanonicalRow, count_reason, open_rows
 from stages.rows.readers import read_rows
@@ -54,14 +55,16 @@ class Intake:
             "dropped_by_reason": dict(sorted(self.dropped.items())),
         } | self.sums
 
-    def report(self) -> None:
-        """Print each reason once, with the number of rows and the first of them."""
+    def close(self) -> None:
+        """Print each reason once, with its rows and their first; InputError where none was kept."""
         for reason, count in sorted(self.dropped.items()):
             first = f"first: row {self.first[reason]}"
             click.echo(spelled_out(f"{self.name}: dropped {count} rows: {reason} ({first})"))
         if unseen := self.sums["tools_unseen"]:
             found = f"takes no notice of the tools of {unseen} rows"
             click.echo(spelled_out(f"{self.name}: the chat template {found}"))
+        if not self.kept:
+            raise InputError(f"{self.name}: no row was kept of {self.rows}")
 
 
 def open_source(
@@ -124,7 +127,8 @@ def tokenized(
 ) -> Iterator[pa.RecordBatch]:
     """Numbered canonical rows -> tables of a schema, by all cores; counted in `intake`.
 
-    `encode(rows, part)` takes up to 256 rows and says to `part` what becomes of each.
+    `encode(rows, part)` takes up to 256 rows and says to `part` what becomes of each. InputError at
+    the end where no row was kept, so that the table is not written.
     """
     work = partial(_encoded, encode, schema)
     parts = chunks(progress(rows, "tokenize"), BATCH)
@@ -134,6 +138,7 @@ def tokenized(
             intake.drop(row_number, reason)
         intake.sums.update(more)
         yield batch
+    intake.close()
 
 
 def _encoded(encode: Callable, schema: pa.Schema, rows: list):

@@ -63,7 +63,7 @@ def test_reasons_are_few_and_add_up_whatever_the_rows_hold(capsys):
         intake.drop(number, f"unknown role 'r{number}'")
         intake.drop(number, "a message is null")
     intake.sums["tools_unseen"] = 2
-    intake.report()
+    intake.close()
     figures, printed = intake.figures(), capsys.readouterr().out.splitlines()
     reasons = figures["dropped_by_reason"]
     assert (figures["rows"], figures["kept"], figures["dropped"]) == (602, 2, 600)
