@@ -1,10 +1,10 @@
 """The rows that a stage was asked for: the embedded task's, or those of a dataset knob."""
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import click
@@ -93,14 +93,20 @@ def open_source(
     return name, rows
 
 
-def look_into(kind: str, source: Source, seed: int) -> None:
-    """Open a dataset and read its first rows; InputError where no later stage could use them.
+def look_into(
+    kind: str, source: Source, task_rows: list[dict], seed: int
+) -> Iterator[tuple[int, CanonicalRow]]:
+    """The rows of a source (`task_rows` of the embedded task) once its first ones were read.
 
-    Nothing is done for the embedded task.
+    InputError where no later stage could use them.
     """
-    if source.dataset != EMBEDDED:
+    if source.dataset == EMBEDDED:
+        rows = enumerate(task_rows, start=1)
+        _, rows = open_rows(kind, rows, source.format, source.columns, EMBEDDED)
+    else:
         _, rows = open_source(kind, source, Path(EMBEDDED), seed)
-        deque(islice(rows, SAMPLED_ROWS + 1), maxlen=0)
+    first = list(islice(rows, SAMPLED_ROWS + 1))
+    return chain(first, rows)
 
 
 @dataclass
