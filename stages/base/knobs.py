@@ -91,6 +91,9 @@ Critic = Annotated[
         " null: no values, so no loss that needs a critic."
     ),
 ]
+Weight = Annotated[
+    float | None, Field(description="Weight of this component in `reward`; null: left out.")
+]
 Verifier = text(
     "Rule behind reward_correctness: task (the task's own), exact, numeric, regex, or"
     " module:function, a module under data/source or an installed one.",
@@ -118,7 +121,8 @@ Columns = Annotated[
     dict[str, str] | None,
     Field(
         description="Columns that go by another name, {field: column}, such as {prompt: ask,"
-        " completion: reply}; null: each field has a column of its own name."
+        " completion: reply}; a dot reaches into a mapping (reward_model.ground_truth); null: each"
+        " field has a column of its own name."
     ),
 ]
 

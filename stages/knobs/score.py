@@ -1,14 +1,6 @@
 """Knobs of `score`."""
 
-from typing import Annotated
-
-from pydantic import Field
-
-from stages.base.knobs import Beta, Compute, Critic, Section, Temperature, whole
-
-Weight = Annotated[
-    float | None, Field(description="Weight of this component in `reward`; null: left out.")
-]
+from stages.base.knobs import Beta, Compute, Critic, Section, Temperature, Weight, whole
 
 
 class Rewards(Section):

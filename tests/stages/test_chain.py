@@ -10,7 +10,6 @@ import torch
 from click.testing import CliRunner
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
-from stages.models.scoring import reference_log_probs, scores_and_values, total_reward
 
 from stages.base import command, params
 from stages.base.chunks import chunks
