@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from stages.base.knobs import Beta, Compute, Critic, Section, Temperature, whole
+from stages.base.knobs import Beta, Compute, Critic, ScoreBatchSize, Section, Temperature
 
 Weight = Annotated[
     float | None, Field(description="Weight of this component in `reward`; null: left out.")
@@ -23,4 +23,4 @@ class Knobs(Compute):
     beta: Beta
     critic: Critic
     rewards: Rewards
-    score_batch_size: whole("Completions in one forward pass of scoring.", ge=1)
+    score_batch_size: ScoreBatchSize
