@@ -26,6 +26,7 @@ from stages.knobs.train_rm import Knobs
 from stages.models.checkpoints import new_scorer, save_model
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.scorers import scores
+from stages.training.batching import pair_lengths
 from stages.training.bradley_terry import (
     bradley_terry_loss,
     calibration,
@@ -103,12 +104,6 @@ def pair_scores(scorer, pairs: list[dict]):
     prompts = [pair["prompt_ids"] for pair in pairs] * 2
     answers = [pair[side] for side in ("chosen_ids", "rejected_ids") for pair in pairs]
     return scores(scorer, prompts, answers).chunk(2)
-
-
-def pair_lengths(rows) -> list[int]:
-    """Tokens of prompt and longer answer of each pair, by which pairs are batched."""
-    sides = (rows.lengths(name) for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
-    return [prompt + max(chosen, rejected) for prompt, chosen, rejected in zip(*sides, strict=True)]
 
 
 @torch.no_grad()

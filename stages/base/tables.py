@@ -36,6 +36,13 @@ IDS, FLOATS = _list(pa.int32()), _list(pa.float32())
 
 SFT = _schema({"input_ids": IDS, "labels": IDS})
 PAIRS = _schema({"prompt_ids": IDS, "chosen_ids": IDS, "rejected_ids": IDS, "margin": pa.float32()})
+SCORED_PAIRS = pa.schema(
+    [
+        *PAIRS,
+        pa.field("log_probs_ref_chosen", FLOATS, nullable=False),
+        pa.field("log_probs_ref_rejected", FLOATS, nullable=False),
+    ]
+)
 ROLLOUTS = _schema(
     {
         "round": pa.int32(),

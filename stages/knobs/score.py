@@ -1,6 +1,6 @@
 """Knobs of `score`."""
 
-from stages.base.knobs import Beta, Compute, Critic, Section, Temperature, Weight, whole
+from stages.base.knobs import Beta, Compute, Critic, ScoreBatchSize, Section, Temperature, Weight
 
 
 class Rewards(Section):
@@ -15,4 +15,4 @@ class Knobs(Compute):
     beta: Beta
     critic: Critic
     rewards: Rewards
-    score_batch_size: whole("Completions in one forward pass of scoring.", ge=1)
+    score_batch_size: ScoreBatchSize

@@ -29,6 +29,7 @@ class Run:
     rm_figures of train_rm
     samples    [{prompt, answer, change, cells: [(round, rows of the evaluation)]}]
     groups     {round: [(heading, rows of completions)]}
+    branches   figures of each branch of direct alignment; may be empty
     """
 
     rounds: Mapping[str, str]
@@ -41,6 +42,7 @@ class Run:
     groups: Mapping[int, Sequence[tuple[str, Sequence[dict]]]]
     params: dict
     definitions: Mapping[str, str]
+    branches: Sequence[dict] = ()
 
 
 def page(run: Run) -> str:

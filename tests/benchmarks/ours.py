@@ -64,7 +64,7 @@ def supervised(stage, load, path: str, schema, steps: int, size_of, knobs, recip
     `size_of(rows, numbers)` is what a step's rows come to, in the unit that is counted.
     """
     from stages.base.tables import random_access
-    from stages.training.batching import plan_epoch
+    from stages.training.batching import pair_lengths, plan_epoch
 
     accelerator, device = started(knobs)
     with random_access(Path(path), schema) as rows:
@@ -74,7 +74,7 @@ def supervised(stage, load, path: str, schema, steps: int, size_of, knobs, recip
         except Enough:
             pass
         lengths = rows.lengths("input_ids") if "input_ids" in schema.names else None
-        lengths = lengths or stage.pair_lengths(rows)
+        lengths = lengths or pair_lengths(rows)
         sizes = (recipe.train_batch_size, recipe.batch_acc, recipe.drop_last)
         plan = plan_epoch(lengths, *sizes, knobs.seed, stage.__name__.rpartition(".")[2], 0)
         count = [size_of(lengths, [i for part in step for i in part]) for step in plan]
