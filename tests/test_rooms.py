@@ -29,6 +29,7 @@ DISK = {
     "rows/formats.py",
     "rows/readers.py",
     "sources/published.py",
+    "page/excerpts.py",
     "page/page.py",  # its own template
     "viewer/decoding.py",
     "viewer/models.py",
