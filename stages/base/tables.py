@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stages.base.chunks import chunks
-from stages.base.errors import InputError
+from stages.base.errors import InputError, MissingFile
 from stages.base.files import naming, replacing
 
 SCHEMA_VERSION = "1"
@@ -175,7 +175,7 @@ def open_table(path: Path, schema: pa.Schema) -> pq.ParquetFile:
     try:
         file = pq.ParquetFile(path)
     except FileNotFoundError as error:
-        raise InputError(f"{path}: missing; expected a Parquet table that a stage wrote") from error
+        raise MissingFile(path, "a Parquet table that a stage wrote") from error
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError(f"{path}: not a readable Parquet file ({error})") from error
     found = file.schema_arrow
