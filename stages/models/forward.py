@@ -93,6 +93,12 @@ def can_share(backbone: nn.Module) -> bool:
     return plain and takes(type(backbone), "position_ids")
 
 
+def find_backbone(model: PreTrainedModel) -> None:
+    """Mend the name of a model's backbone where its class names a part that it does not have."""
+    if model.base_model is model and isinstance(getattr(model, "model", None), nn.Module):
+        model.base_model_prefix = "model"  # Llama 4's text model
+
+
 def positions_of(config) -> int | None:
     """Tokens that a row may have by the model's config; None where it names no limit."""
     text = config.get_text_config(decoder=True)
@@ -124,17 +130,20 @@ class Prefilled:
         return Prefilled(self.cache, self.mask[rows], self.last[rows])
 
 
-def step(backbone: nn.Module, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
+def step(
+    backbone: nn.Module, ids: Tensor, mask: Tensor, cache: DynamicCache, padded: bool = True
+) -> Tensor:
     """(ids (N, S), mask (N, P+S) over cache and ids, cache of P) -> hidden (N, S, D).
 
     The cache grows by S. Position ids count the visible tokens, so that padding never shifts a row.
+    Without padding no mask is told: Mamba would take one over the cache for one over the ids.
     """
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     told = {"position_ids": positions} if takes(type(backbone), "position_ids") else {}
     with attention_kernel(mask):
         output = backbone(
             input_ids=ids,
-            attention_mask=mask.long(),
+            attention_mask=mask.long() if padded else None,
             cache=cache,
             use_cache=True,
             **told,
@@ -142,19 +151,20 @@ def step(backbone: nn.Module, ids: Tensor, mask: Tensor, cache: DynamicCache) ->
     return output.last_hidden_state
 
 
-def prefill(backbone: nn.Module, prompts: Sequence[Ids], share: bool = True) -> Prefilled:
-    """(U non-empty prompts) -> `Prefilled`; with `share` what they all open with runs once.
+def prefill(backbone: nn.Module, prompts: Sequence[Ids], route: Route = "shared") -> Prefilled:
+    """(U non-empty prompts) -> `Prefilled`; by the shared route what they all open with runs once.
 
-    Padding then stands behind the opening, inside the cached rows; without, before all of them.
+    Padding then stands behind the opening, inside the cached rows; by others before all of them.
+    By the unpadded route the prompts are of one length.
     """
-    if share:
+    if route == "shared":
         opened, cache = read_opening(backbone, prompts)
     else:
         cache = DynamicCache(config=backbone.config)
         opened = torch.ones(len(prompts), 0, dtype=torch.bool, device=backbone.device)
     ids, rest = left_pad([prompt[opened.shape[1] :] for prompt in prompts], backbone.device)
     mask = torch.cat([opened, rest], 1)  # (U, O + P - O)
-    hidden = step(backbone, ids, mask, cache)
+    hidden = step(backbone, ids, mask, cache, route != "unpadded")
     return Prefilled(cache, mask, hidden[:, -1])
 
 
@@ -282,6 +292,9 @@ def check_head(model: PreTrainedModel) -> None:
     """Raise ValueError unless backbone and `head_logits` give what the model's own forward does."""
     ids = torch.tensor([[0, 1]], device=model.device)
     whole = model(input_ids=ids, use_cache=False).logits
-    parts = head_logits(model, model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    output = model.base_model(input_ids=ids, use_cache=False)
+    if getattr(output, "last_hidden_state", None) is None:
+        raise ValueError(f"{type(model).__name__} has no backbone that gives its last states")
+    parts = head_logits(model, output.last_hidden_state)
     if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-4):
         raise ValueError(f"{type(model).__name__} does more after its backbone than its head")

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from stages.models.compute import attention_kernel
-from stages.models.forward import Ids, prefill, right_pad, route_of, step
+from stages.models.forward import Ids, Route, prefill, right_pad, route_of, step
 from stages.rollouts.cache import preallocate
 
 
 class CachedRows:
     """Rows whose keys, values and recurrent states are kept: a token costs one token's pass."""
 
-    def __init__(self, backbone: nn.Module, prompts: Sequence[Ids], group: int, share: bool):
-        self.backbone = backbone
-        read = prefill(backbone, prompts, share)
+    def __init__(self, backbone: nn.Module, prompts: Sequence[Ids], group: int, route: Route):
+        self.backbone, self.padded = backbone, route != "unpadded"
+        read = prefill(backbone, prompts, route)
         if group > 1:
             rows = torch.arange(len(prompts) * group, device=backbone.device) // group
             read = read.select(rows)
@@ -34,7 +34,8 @@ class CachedRows:
     def read(self, ids: Tensor) -> None:
         """(N,): the token that each row goes on with."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(ids), 1)], 1)  # (N, P + t)
-        self.hidden = step(self.backbone, ids[:, None], self.mask, self.cache)[:, -1]  # (N, D)
+        hidden = step(self.backbone, ids[:, None], self.mask, self.cache, self.padded)
+        self.hidden = hidden[:, -1]  # (N, D)
 
 
 class WholeRows:
@@ -69,7 +70,7 @@ def start_rows(backbone: nn.Module, prompts: Sequence[Ids], group: int) -> Cache
     route = route_of(backbone)
     if route == "uncached":
         return WholeRows(backbone, prompts, group)
-    return CachedRows(backbone, prompts, group, share=route == "shared")
+    return CachedRows(backbone, prompts, group, route)
 
 
 def side_by_side(backbone: nn.Module, prompts: Sequence[Ids]) -> list[list[int]]:

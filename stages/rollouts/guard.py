@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from stages.models.forward import (
     ROUTE,
@@ -44,8 +45,10 @@ Rows = list[tuple[list[int], list[int]]]
 def find_route(policy: PreTrainedModel) -> Route:
     """The fastest route whose log-probs are those of plain passes; ValueError if there is none.
 
-    The policy is in evaluation mode. Its config carries no route meanwhile and afterwards.
+    The policy is in evaluation mode and not used any more: weights that are all alike, the zeros
+    and ones of a fresh model, are disturbed, since they hide what padding does.
     """
+    _disturb(policy)
     versions = [parameter._version for parameter in policy.parameters()]
     reach, affordable = _reach(policy), True
     rows = _rows(policy, SHORT)
@@ -70,9 +73,22 @@ def find_route(policy: PreTrainedModel) -> Route:
     raise ValueError("sampling differs from plain forward passes (" + "; ".join(reasons) + ")")
 
 
+@torch.no_grad()
+def _disturb(policy: PreTrainedModel) -> None:
+    generator = torch.Generator().manual_seed(2)
+    for weight in policy.parameters():
+        if not weight.any() or weight.numel() > 1 and weight.min() == weight.max():
+            weight += 0.1 * torch.randn(weight.shape, generator=generator).to(weight.device)
+
+
 def _candidates(policy: PreTrainedModel, affordable: bool) -> list[Route]:
-    """Routes from fast to slow; without a look beyond the window only those that pad nothing."""
-    if not affordable:
+    """Routes from fast to slow; without a look beyond the window only those that pad nothing.
+
+    Nor may padding enter a recurrent state, even where the weights of today hide it.
+    """
+    layers = DynamicCache(config=policy.base_model.config).layers
+    recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+    if recurrent or not affordable:
         return ["unpadded", "uncached"]
     shared: list[Route] = ["shared"] if can_share(policy.base_model) else []
     return [*shared, "padded", "unpadded", "uncached"]

@@ -53,8 +53,8 @@ ARCHITECTURES: dict[str, dict] = {
     "Phi3": BASE | {"pad_token_id": 0},
     "StableLm": BASE,
     "Olmo2": BASE,
-    "SmolLM3": BASE,
-    "Glm": BASE | HEADS,
+    "SmolLM3": BASE | {"pad_token_id": 0},
+    "Glm": BASE | HEADS | {"pad_token_id": 0},
     "Helium": BASE | HEADS,
     "Nemotron": BASE,
     "Arcee": BASE,
@@ -96,13 +96,13 @@ ARCHITECTURES: dict[str, dict] = {
     "Gemma3nText": BASE
     | HEADS
     | WINDOWED
-    | {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 64, "laurel_rank": 4}
+    | {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 0, "laurel_rank": 4}
     | {"hidden_size_per_layer_input": 8, "activation_sparsity_pattern": [0.0, 0.0]}
     | {"altup_num_inputs": 2},
     "Gemma4Text": BASE
     | HEADS
     | WINDOWED
-    | {"global_head_dim": 8, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 64}
+    | {"global_head_dim": 8, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 0}
     | {"hidden_size_per_layer_input": 8},
     "Llama4Text": BASE
     | EXPERTS
@@ -148,11 +148,13 @@ ARCHITECTURES: dict[str, dict] = {
 }
 
 
-def make(name: str, vocabulary: int, **more) -> PreTrainedModel:
+def make(name: str, vocabulary: int, attn: str | None = None, **more) -> PreTrainedModel:
     """A model with random weights from torch's global generator."""
     fields = ARCHITECTURES[name] | {"bos_token_id": None, "eos_token_id": 1} | more
+    if "vocab_size_per_layer_input" in fields:
+        fields["vocab_size_per_layer_input"] = vocabulary
     config = getattr(transformers, f"{name}Config")(vocab_size=vocabulary, **fields)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=None)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attn)
 
 
 def seeded(name: str, vocabulary: int, seed: int = 0, **more) -> PreTrainedModel:
