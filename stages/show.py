@@ -7,7 +7,8 @@
     data/figures/optimize/3.json   figures; those of a folder (data/figures/optimize) as one table
     data                           any other folder: what lies in it
 
-It reads what it shows and no more (viewer/), and prints plain text into a pipe.
+Rows are read by DuckDB, and a condition is one of SQL (viewer/rows.py). It prints plain text into a
+pipe.
 """
 
 import gc
@@ -18,12 +19,11 @@ import click
 
 from stages.base.errors import InputError
 from stages.base.metrics import read_json
+from stages.base.spelling import spelled_out
 from stages.viewer import models, text
-from stages.viewer.conditions import Condition, parse
-from stages.viewer.pieces import Pieces
+from stages.viewer.decoding import token_texts
 from stages.viewer.places import listing, rows_at
-from stages.viewer.rows import Summary, Table
-from stages.viewer.streams import Stream
+from stages.viewer.rows import Rows, quoted
 from stages.viewer.tokens import MEASURES, spans
 
 # What --worst goes by: the first of these that a table has.
@@ -38,7 +38,7 @@ class Viewer(click.Command):
         try:
             return super().invoke(ctx)
         except InputError as error:
-            raise click.ClickException(text.harmless(str(error))) from error
+            raise click.ClickException(spelled_out(str(error))) from error
 
 
 @click.command(cls=Viewer)
@@ -46,7 +46,7 @@ class Viewer(click.Command):
 @click.option("--round", "round_number", type=int, help="Rows of this round.")
 @click.option("--group", type=int, help="Rows of this group: the completions of one prompt.")
 @click.option("--sample", type=int, help="Rows with this number in their group.")
-@click.option("--where", help="Rows that fit, e.g. \"reward < 0.5 and completion != ''\".")
+@click.option("--where", help="Rows that fit (SQL): \"reward < 0.5 and completion != ''\".")
 @click.option("--sort", help="Lowest of this column first; highest first with a minus: -reward.")
 @click.option("--worst", is_flag=True, help="Lowest reward first.")
 @click.option("--rows", "count", type=click.IntRange(min=1), default=10, help="How many (10).")
@@ -63,25 +63,23 @@ def show(path: Path, summary: bool | None, tokens: bool, colour: str, tokenizer,
         raise InputError(f"{path}: missing; `dvc repro` makes it, `dvc checkout` brings it back")
     if models.is_model(path):
         for name, value in models.describe(path).items():
-            text.wrapped(out, text.Text(text.harmless(f"{name:<14}{value}")))
+            text.print_line(out, f"{name:<14}{value}")
     elif (table := rows_at(path)) is not None:
-        table = of_round(table, chosen["round_number"])
-        known = chosen if table.path == path else chosen | {"round_number": None}
-        table.where(conditions(known))
+        table = narrowed(table, chosen)
         if tokens:
             return show_tokens(out, table, chosen, colour, tokenizer)
         if summary is None:
             narrowing = set(chosen) - {"count", "full"}
             summary = all(chosen[name] is None or chosen[name] is False for name in narrowing)
-            summary &= isinstance(table, Table)
+            summary &= table.kind == ".parquet"
         show_table(out, table, chosen, summary)
     elif path.is_dir():
         text.print_rows(out, text.shown(listing(path), chosen["full"]))
     elif path.suffix == ".json":
         for line in json.dumps(read_json(path), indent=2, ensure_ascii=False).splitlines():
-            text.wrapped(out, text.Text(text.harmless(line)))
+            text.print_line(out, line)
     elif path.suffix == ".html":
-        text.wrapped(out, text.Text(text.harmless(f"{path}: a page; open it in a browser")))
+        text.print_line(out, f"{path}: a page; open it in a browser")
     else:
         raise InputError(
             f"{path}: expected a folder or a file of rows (.parquet, .csv, .jsonl), figures (.json)"
@@ -89,72 +87,60 @@ def show(path: Path, summary: bool | None, tokens: bool, colour: str, tokenizer,
         )
 
 
-def of_round(table: Table | Stream, number: int | None) -> Table | Stream:
-    """Where rows of a folder know no round (evaluations), that round's file in it."""
-    file = table.path / f"round-{number}.parquet"
-    return Table(file) if file.is_file() and "round" not in table.names else table
+def narrowed(table: Rows, chosen: dict) -> Rows:
+    """The rows that --round, --group, --sample and --where ask for.
+
+    Where rows of a folder know no round (evaluations), --round is that round's file in it.
+    """
+    asked = {"round": chosen["round_number"], "group": chosen["group"], "sample": chosen["sample"]}
+    file = table.path / f"round-{asked['round']}.parquet"
+    if "round" not in table.names and file.is_file():
+        table, asked["round"] = Rows(file, [file], ".parquet"), None
+    for name, value in asked.items():
+        if value is not None:
+            table.check(name)
+            table.where(f"{quoted(name)} = {value}")
+    if chosen["where"]:
+        table.where(chosen["where"])
+    return table
 
 
-def conditions(chosen: dict) -> list[Condition]:
-    """What --round, --group, --sample and --where ask of a row."""
-    named = {"round": chosen["round_number"], "group": chosen["group"], "sample": chosen["sample"]}
-    plain = [Condition(name, "==", value) for name, value in named.items() if value is not None]
-    return plain + (parse(chosen["where"]) if chosen["where"] else [])
-
-
-def show_table(out, table: Table | Stream, chosen: dict, summary: bool) -> None:
+def show_table(out, table: Rows, chosen: dict, summary: bool) -> None:
     """Head, summary where asked for, rows.
 
     Without --columns those of nulls are left out, and those of ids where there is text to read.
     """
-    columns = None
+    ids = [name for name in table.names if name.endswith("_ids")] * ("completion" in table.names)
+    columns = [name for name in table.names if name not in ids]
     if chosen["columns"]:
-        columns = [name for name in chosen["columns"].split(",") if name != "file"]  # always shown
+        columns = chosen["columns"].split(",")
         for name in columns:
             table.check(name)
-    elif isinstance(table, Table):
-        texts = "completion" in table.names
-        columns = [name for name in table.names if not (texts and name.endswith("_ids"))]
     rows = select(table, chosen, chosen["count"], columns)
     if not chosen["columns"]:
         known = {name for row in rows for name, value in row.items() if value is not None}
         rows = [{name: row[name] for name in row if name in known} for row in rows]
-    fitting = "" if table.condition is None else " that fit"
-    text.wrapped(out, text.Text(f"{table.path}: {size(table, rows, chosen)} rows{fitting}", "bold"))
+    fitting = " that fit" if table.condition else ""
+    text.print_line(out, f"{table.path}: {size(table, rows, chosen)} rows{fitting}", "bold")
     if summary:
         for name, made in table.provenance().items():
             line = "  ".join(f"{key} {value}" for key, value in made.items())
-            text.wrapped(out, text.Text(text.harmless(f"{name}: {line}")))
+            text.print_line(out, f"{name}: {line}")
         out.print()
-        text.print_rows(out, [summary_row(entry) for entry in table.summary()])
+        text.print_rows(out, [text.summary_row(entry) for entry in table.summary()])
         out.print()
     text.print_rows(out, text.shown(rows, chosen["full"]))
 
 
-def size(table: Table | Stream, shown: list[dict], chosen: dict) -> str:
-    """How many rows fit; a stream that holds more than are shown is not read to its end for it."""
-    if isinstance(table, Table):
+def size(table: Rows, shown: list[dict], chosen: dict) -> str:
+    """How many rows fit; text that holds more than are shown is not read to its end for it."""
+    if table.kind == ".parquet":
         return f"{table.count():,}"
     whole = len(shown) < chosen["count"]
     return f"{len(shown):,}" if whole else f"first {len(shown):,}"
 
 
-def summary_row(entry: Summary) -> dict[str, str]:
-    """One column of the table as text; `items` is the mean length of a list."""
-    figures = {
-        "nulls": entry.nulls,
-        "mean": entry.mean,
-        "lowest": entry.low,
-        "highest": entry.high,
-        "items": entry.length,
-    }
-    row = {"column": text.harmless(entry.name), "type": entry.kind}
-    return row | {name: "" if x is None else text.cell(x) for name, x in figures.items()}
-
-
-def select(
-    table: Table | Stream, chosen: dict, count: int, columns: list[str] | None = None
-) -> list[dict]:
+def select(table: Rows, chosen: dict, count: int, columns: list[str] | None = None) -> list[dict]:
     """The first `count` rows in the order that --sort or --worst asks for."""
     key = chosen["sort"]
     if chosen["worst"]:
@@ -166,9 +152,7 @@ def select(
     return table.extreme(count, key.removeprefix("-"), key.startswith("-"), columns)
 
 
-def show_tokens(
-    out, table: Table | Stream, chosen: dict, colour: str, tokenizer: Path | None
-) -> None:
+def show_tokens(out, table: Rows, chosen: dict, colour: str, tokenizer: Path | None) -> None:
     """The first row of the selection: its tokens in a line, and one by one with their figures."""
     rows = select(table, chosen, 1)
     if not rows:
@@ -181,8 +165,8 @@ def show_tokens(
     known = [name for part in parts for name in part.figures]
     if known and colour not in known:
         raise InputError(f"{table.path}: no {colour} of the tokens; there are {', '.join(known)}")
-    pieces = Pieces(tokenizer or tokenizer_folder(table))
-    texts = [[text.harmless(piece) for piece in pieces.of(part.ids)] for part in parts]
+    texts = token_texts(tokenizer or tokenizer_folder(table), [part.ids for part in parts])
+    texts = [[spelled_out(token) for token in part] for part in texts]
     head = {name: text.cell(x) for name, x in row.items() if not isinstance(x, list | str)}
     file = {"file": row["file"]} if "file" in row else {}
     text.print_record(out, {"first of": f"{table.count():,} rows"} | file | head)
@@ -199,23 +183,23 @@ def joined(path: Path, row: dict) -> tuple[dict, dict | None]:
 
     They lie beside the table's folder: data/buffers/round-k.parquet, data/updates/round-k.parquet.
     """
-    if not {"round", "group", "sample"} <= row.keys():
+    names = ("round", "group", "sample")
+    if not set(names) <= row.keys():
         return {}, None
     home = (path if path.is_dir() else path.parent).parent
-    same = [Condition(name, "==", row[name]) for name in ("round", "group", "sample")]
     found = {}
     for folder in ("buffers", "updates"):
         file = home / folder / f"round-{row['round']}.parquet"
         rows = []
         if file.is_file():
-            other = Table(file)
-            other.where(same)
+            other = Rows(file, [file], ".parquet")
+            other.where(" and ".join(f"{quoted(name)} = {row[name]}" for name in names))
             rows = other.first(1)
         found[folder] = rows[0] if rows else None
     return found["buffers"] or {}, found["updates"]
 
 
-def tokenizer_folder(table: Table | Stream) -> Path:
+def tokenizer_folder(table: Rows) -> Path:
     """The model folder named in the table's provenance, seen from here or from its repository."""
     made = next(iter(table.provenance().values()), {})
     name = made.get("policy") or made.get("tokenizer")

@@ -14,7 +14,6 @@ import click
 
 from stages.base import params
 from stages.base.command import Stage, paths, say
-from stages.base.errors import InputError
 from stages.base.metrics import write_json
 from stages.base.tables import PAIRS, write_batches
 from stages.base.tokenizers import load_tokenizer
@@ -37,9 +36,6 @@ def tokenize_preferences(task: Path, base: Path, out: Path, figures: Path) -> No
     encoded = tokenized(rows, encoding, PAIRS, intake)
     provenance = {"stage": "tokenize_preferences", "source": name, "tokenizer": str(base)}
     write_batches(out, PAIRS, encoded, provenance)
-    intake.report()
-    if not intake.kept:
-        raise InputError(f"{name}: no pair was kept of {intake.rows}")
     write_json(figures, intake.figures())
     say(intake.figures())
 

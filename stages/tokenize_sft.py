@@ -15,7 +15,6 @@ import click
 
 from stages.base import params
 from stages.base.command import Stage, paths, say
-from stages.base.errors import InputError
 from stages.base.metrics import write_json
 from stages.base.tables import SFT, write_batches
 from stages.base.tokenizers import load_tokenizer
@@ -39,9 +38,6 @@ def tokenize_sft(task: Path, base: Path, out: Path, figures: Path) -> None:
     encoded = tokenized(rows, partial(encode, tokenizer, knobs.sft), SFT, intake)
     provenance = {"stage": "tokenize_sft", "source": name, "tokenizer": str(base)}
     write_batches(out, SFT, encoded, provenance)
-    intake.report()
-    if not intake.kept:
-        raise InputError(f"{name}: no row was kept of {intake.rows}")
     write_json(figures, intake.figures())
     say(intake.figures())
 

@@ -26,6 +26,7 @@ from stages.knobs.train_rm import Knobs
 from stages.models.checkpoints import new_scorer, save_model
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.scorers import scores
+from stages.training.batching import pair_lengths
 from stages.training.bradley_terry import (
     bradley_terry_loss,
     calibration,
@@ -74,8 +75,10 @@ def train(accelerator, scorer, rows, knobs: Knobs, log: Callable[[dict], None]) 
         rows,
         pair_lengths(rows),
         recipe,
-        share_of=lambda pairs, count: loss_share(scorer, pairs, count, knobs.rm.centering, right),
-        count_of=len,
+        loss_of=lambda pairs, count: micro_batch_loss(
+            scorer, pairs, count, knobs.rm.centering, right
+        ),
+        divisor_of=len,
     )
     bar, records = progress(fit.steps(), "reward model", len(fit.plan())), []
     for record in bar:
@@ -88,7 +91,7 @@ def train(accelerator, scorer, rows, knobs: Knobs, log: Callable[[dict], None]) 
     return records
 
 
-def loss_share(scorer, pairs: list[dict], divisor: int, centering: float, right: list[int]):
+def micro_batch_loss(scorer, pairs: list[dict], divisor: int, centering: float, right: list[int]):
     """(B pairs) -> scalar: summed Bradley-Terry loss / divisor; appends how many rank rightly."""
     chosen, rejected = pair_scores(scorer, pairs)
     margin = torch.tensor([pair["margin"] for pair in pairs], device=chosen.device)
@@ -101,12 +104,6 @@ def pair_scores(scorer, pairs: list[dict]):
     prompts = [pair["prompt_ids"] for pair in pairs] * 2
     answers = [pair[side] for side in ("chosen_ids", "rejected_ids") for pair in pairs]
     return scores(scorer, prompts, answers).chunk(2)
-
-
-def pair_lengths(rows) -> list[int]:
-    """Tokens of prompt and longer answer of each pair, by which pairs are batched."""
-    sides = (rows.lengths(name) for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
-    return [prompt + max(chosen, rejected) for prompt, chosen, rejected in zip(*sides, strict=True)]
 
 
 @torch.no_grad()

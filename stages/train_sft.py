@@ -22,7 +22,7 @@ from stages.base.tokenizers import load_tokenizer
 from stages.knobs.train_sft import Knobs
 from stages.models.checkpoints import load_policy, save_model
 from stages.models.compute import accelerator as make_accelerator
-from stages.training.sft import loss_share, predicted
+from stages.training.sft import micro_batch_loss, predicted
 from stages.training.steps import check_weights
 from stages.training.supervised import Fit, Recipe
 from stages.training.tracking import tracking
@@ -58,8 +58,8 @@ def train(accelerator, policy, rows, knobs: Knobs, log: Callable[[dict], None]) 
         rows,
         rows.lengths("input_ids"),
         recipe,
-        share_of=lambda batch, count: loss_share(policy, batch, count),
-        count_of=lambda batch: sum(predicted(row["labels"]) for row in batch),
+        loss_of=lambda batch, count: micro_batch_loss(policy, batch, count),
+        divisor_of=lambda batch: sum(predicted(row["labels"]) for row in batch),
     )
     bar, records = progress(fit.steps(), "sft", len(fit.plan())), []
     for record in bar:

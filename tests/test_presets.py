@@ -9,7 +9,8 @@ import pytest
 from dvc.utils.hydra import apply_overrides
 
 from stages.base import params
-from tests.helpers.tiny import ROOT, dotted, plain
+from stages.base.spelling import flat
+from tests.helpers.tiny import ROOT, plain
 
 spec = importlib.util.spec_from_file_location("preset", ROOT / "tools" / "preset.py")
 preset = importlib.util.module_from_spec(spec)
@@ -46,8 +47,8 @@ def test_a_preset_gives_valid_knobs_and_changes_what_it_names_alone(name, instal
     for knobs in params.all_knobs().values():
         params.load(knobs, tmp_path / "params.yaml")
     wanted = preset.read(ROOT / "presets" / f"{name}.yaml")
-    before, after = dotted(plain(ROOT / "params.yaml")), dotted(found)
-    named = dotted(wanted)
+    before, after = flat(plain(ROOT / "params.yaml")), flat(found)
+    named = flat(wanted)
     source = named.pop("model.source")
     assert after.pop("model.source") == str(installed / source.partition("/")[2])
     assert {key: after[key] for key in named} == named

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 import stages
 from stages.base.errors import InputError
+from stages.base.spelling import spelled_out
 
 PR_SET_PDEATHSIG = 1
 OUT_OF_MEMORY = (
@@ -85,11 +86,6 @@ def stop_with(parent: int, word: signal.Signals) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, word)
         if os.getppid() != parent:
             raise SystemExit("the process that started this one has ended")
-
-
-def spelled_out(text: str, keep: str = "") -> str:
-    """Spell out control characters but `keep`: data must forge no line and no colour of a log."""
-    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
 def say(figures: dict, **more: object) -> None:

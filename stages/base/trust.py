@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from stages.base.command import spelled_out
 from stages.base.errors import InputError
 from stages.base.metrics import read_json
+from stages.base.spelling import spelled_out
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 

@@ -1,18 +1,16 @@
-"""The few rows of large tables that the report shows; no table is ever read whole."""
+"""The few rows of large tables that the report shows, asked for in SQL: no table is held whole."""
 
-from collections.abc import Iterator, Sequence
+import glob
+from collections.abc import Sequence
 from pathlib import Path
 
+import duckdb
 import pyarrow as pa
 
-from stages.base.tables import (
-    BUFFERS,
-    EVALUATIONS,
-    UPDATES,
-    iterate_batches,
-)
+from stages.base.errors import InputError
+from stages.base.tables import BUFFERS, EVALUATIONS, UPDATES, open_table
 
-REWARDS = [name for name in BUFFERS.names if name.startswith("reward")]
+REWARDS = ", ".join(name for name in BUFFERS.names if name.startswith("reward"))
 
 
 def changed_prompts(first: Path, last: Path, count: int) -> list[tuple[int, float]]:
@@ -21,25 +19,25 @@ def changed_prompts(first: Path, last: Path, count: int) -> list[tuple[int, floa
     The change is that of the share of right answers from one evaluation to the other; with ties,
     and where nothing changed, the prompts that come first stand for the rest.
     """
-    before, after = right_shares(first), right_shares(last)
-    changes = [(number, after[number] - before[number]) for number in before if number in after]
-    worst = sorted(changes, key=lambda pair: (pair[1], pair[0]))[:count]
-    best = sorted(changes, key=lambda pair: (-pair[1], pair[0]))[:count]
+    share = "(select prompt_index, avg(correct::int) as share from read_parquet({}) group by all)"
+    query = f"""
+        select prompt_index, after.share - before.share as change
+        from {share.format("$before")} as before join {share.format("$after")} as after
+        using (prompt_index) order by prompt_index"""
+    rows = _rows(query, before=(first, EVALUATIONS), after=(last, EVALUATIONS))
+    changes = [(row["prompt_index"], row["change"]) for row in rows]
+    worst = sorted(changes, key=lambda pair: pair[1])[:count]
+    best = sorted(changes, key=lambda pair: -pair[1])[:count]
     return list(dict.fromkeys([*worst, *best]))
-
-
-def right_shares(path: Path) -> dict[int, float]:
-    """prompt_index -> share of right answers among all of that prompt, greedy and sampled."""
-    total: dict[int, list[int]] = {}
-    for row in _rows(path, EVALUATIONS, ["prompt_index", "correct"]):
-        total.setdefault(row["prompt_index"], []).append(row["correct"])
-    return {number: sum(right) / len(right) for number, right in total.items()}
 
 
 def answers(path: Path, prompts: Sequence[int]) -> dict[int, list[dict]]:
     """prompt_index -> its rows of an evaluation, the greedy answer first, for the prompts asked."""
-    columns = [name for name in EVALUATIONS.names if name != "completion_ids"]
-    return _gathered(path, EVALUATIONS, columns, "prompt_index", prompts)
+    query = """
+        select * exclude (completion_ids, file_row_number)
+        from read_parquet($rows, file_row_number=true)
+        where prompt_index in $wanted order by file_row_number"""
+    return _by("prompt_index", prompts, _rows(query, prompts, rows=(path, EVALUATIONS)))
 
 
 def telling_groups(path: Path, count: int) -> dict[str, list[int]]:
@@ -47,22 +45,20 @@ def telling_groups(path: Path, count: int) -> dict[str, list[int]]:
 
     A group is named once, under the first heading that it fits; one without any reward under none.
     """
-    rewards: dict[int, list[float]] = {}
-    for row in _rows(path, BUFFERS, ["group", "reward"]):
-        if row["reward"] is not None:
-            rewards.setdefault(row["group"], []).append(row["reward"])
-    mean = {group: sum(found) / len(found) for group, found in rewards.items()}
-    spread = {group: max(found) - min(found) for group, found in rewards.items()}
-    chosen = {
-        "worst": sorted(mean, key=lambda group: (mean[group], group))[:count],
-        "best": sorted(mean, key=lambda group: (-mean[group], group))[:count],
-        "widest spread": sorted(spread, key=lambda group: (-spread[group], group))[:1],
+    query = """
+        select "group" as id, avg(reward) as mean, max(reward) - min(reward) as spread
+        from read_parquet($rows) where reward is not null group by all order by id"""
+    found = _rows(query, rows=(path, BUFFERS))
+    orders = {
+        "worst": sorted(found, key=lambda row: row["mean"])[:count],
+        "best": sorted(found, key=lambda row: -row["mean"])[:count],
+        "widest spread": sorted(found, key=lambda row: -row["spread"])[:1],
     }
-    seen: set[int] = set()
-    for name, groups in chosen.items():
-        chosen[name] = [group for group in groups if group not in seen]
-        seen.update(groups)
-    return chosen
+    seen: dict[int, str] = {}
+    for heading, rows in orders.items():
+        for row in rows:
+            seen.setdefault(row["id"], heading)
+    return {heading: [group for group in seen if seen[group] == heading] for heading in orders}
 
 
 def completions(buffer: Path, updates: Path, groups: Sequence[int]) -> dict[int, list[dict]]:
@@ -70,41 +66,36 @@ def completions(buffer: Path, updates: Path, groups: Sequence[int]) -> dict[int,
 
     `advantage` is the mean over the tokens of a completion.
     """
-    columns = ["group", "sample", "prompt", "answer", "completion", "finished", *REWARDS]
-    found = _gathered(buffer, BUFFERS, columns, "group", groups)
-    columns = ["group", "sample", "advantage", "ratio_max", "clipped_fraction", "kl", "used"]
-    for group, rows in _gathered(updates, UPDATES, columns, "group", groups).items():
-        done = {row["sample"]: row for row in rows}
-        for row in found.get(group, []):
-            row |= done.get(row["sample"], {})
-            tokens = row.get("advantage")
-            row["advantage"] = sum(tokens) / len(tokens) if tokens else None
-    for rows in found.values():
-        rows.sort(key=lambda row: (row["reward"] is None, -(row["reward"] or 0), row["sample"]))
-    return found
+    query = f"""
+        select "group", sample, prompt, answer, completion, finished, {REWARDS},
+            list_avg(advantage) as advantage, ratio_max, clipped_fraction, kl, used
+        from read_parquet($rows) as b left join read_parquet($updates) as u using ("group", sample)
+        where "group" in $wanted order by reward desc nulls last, sample"""
+    rows = _rows(query, groups, rows=(buffer, BUFFERS), updates=(updates, UPDATES))
+    return _by("group", groups, rows)
 
 
-def _gathered(
-    path: Path, schema: pa.Schema, columns: list[str], key: str, wanted: Sequence[int]
-) -> dict[int, list[dict]]:
-    found: dict[int, list[dict]] = {number: [] for number in wanted}
-    for row in _rows(path, schema, columns, key, wanted):
-        found[row[key]].append(row)
+def _by(key: str, wanted: Sequence[int], rows: list[dict]) -> dict[int, list[dict]]:
+    found = {number: [row for row in rows if row[key] == number] for number in wanted}
     return {number: rows for number, rows in found.items() if rows}
 
 
 def _rows(
-    path: Path,
-    schema: pa.Schema,
-    columns: list[str],
-    key: str | None = None,
-    wanted: Sequence[int] = (),
-) -> Iterator[dict]:
-    """Rows with some of the columns; with a key only those whose value is wanted."""
-    for batch in iterate_batches(path, schema, columns=columns):
-        if key is None:
-            yield from batch.to_pylist()
-            continue
-        for index, value in enumerate(batch[key].to_pylist()):
-            if value in wanted:
-                yield batch.slice(index, 1).to_pylist()[0]
+    query: str, wanted: Sequence[int] | None = None, **tables: tuple[Path, pa.Schema]
+) -> list[dict]:
+    """What a query over tables gives, each checked to be of its schema.
+
+    One thread, so that sums come out the same every time.
+    """
+    for path, schema in tables.values():
+        open_table(path, schema).close()
+    values = {name: glob.escape(str(path)) for name, (path, _) in tables.items()}
+    values |= {} if wanted is None else {"wanted": list(wanted)}
+    try:
+        with duckdb.connect(config={"threads": 1}) as database:
+            found = database.execute(query, values)
+            names = [column[0] for column in found.description]
+            return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+    except duckdb.Error as error:
+        broken = ", ".join(str(path) for path, _ in tables.values())
+        raise InputError(f"{broken}: a broken Parquet file ({error})") from error

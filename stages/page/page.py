@@ -5,7 +5,6 @@ direction characters, which would not be seen or would move what follows, are sp
 """
 
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from stages.page import graph
+from stages.base.spelling import flat, spelled_out
 from stages.page.charts import Line, histogram, line_chart, short
 
 LONGEST_TEXT, LONGEST = 600, 2000  # characters of a prompt or an answer, and of anything else
@@ -30,6 +29,7 @@ class Run:
     rm_figures of train_rm
     samples    [{prompt, answer, change, cells: [(round, rows of the evaluation)]}]
     groups     {round: [(heading, rows of completions)]}
+    branches   figures of each branch of direct alignment; may be empty
     """
 
     rounds: Mapping[str, str]
@@ -42,6 +42,7 @@ class Run:
     groups: Mapping[int, Sequence[tuple[str, Sequence[dict]]]]
     params: dict
     definitions: Mapping[str, str]
+    branches: Sequence[dict] = ()
 
 
 def page(run: Run) -> str:
@@ -55,19 +56,16 @@ def page(run: Run) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"short": short, "visible": visible, "counted": counted}
-    parent = graph.parents(run.rounds)
-    notes = {row["round"]: short(row["accuracy_sampled"]) for row in run.table}
     return environment.get_template("page.html.j2").render(
         run=run,
         first=run.table[0],
         opening=next(row for row in run.table if row["round"]),
         last=run.table[-1],
         rounds=[int(key) for key in run.rounds],
-        parent=parent,
-        sections=sections(run, parent),
-        pipeline=graph.pipeline(),
-        tree=graph.tree(parent, notes),
-        params=sorted(flat(run.params).items(), key=lambda pair: in_order(pair[0])),
+        sections=sections(run),
+        params=[
+            (key, knob(value)) for key, value in sorted(flat(run.params).items(), key=in_order)
+        ],
         rows_shown=ROWS,
     )
 
@@ -78,19 +76,7 @@ def visible(text: str | None, longest: int = LONGEST_TEXT) -> str:
         return ""
     rest = len(text) - longest
     tail = f" … ({rest:,} more characters)" if rest > 0 else ""
-    return "".join(map(_spelled, text[:longest])) + tail
-
-
-def _spelled(character: str) -> str:
-    number = ord(character)
-    if character in "\n\t":
-        return character
-    if number < 32:
-        return chr(0x2400 + number)  # pictures of control characters
-    hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
-    if hidden or number & 0xFFFE == 0xFFFE or 0xFDD0 <= number <= 0xFDEF:
-        return f"⟨U+{number:04X}⟩"
-    return character
+    return spelled_out(text[:longest], keep="\n\t") + tail
 
 
 def counted(rows: Sequence[dict]) -> list[tuple[str, bool, int]]:
@@ -107,20 +93,32 @@ def spread(items: Sequence, count: int = COLUMNS) -> list:
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
-def flat(values: Mapping, prefix: str = "") -> dict[str, object]:
-    """Nested parameters by dotted key."""
-    found = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = "null" if value is None else value
-    return {k: str(v).lower() if isinstance(v, bool) else v for k, v in found.items()}
+def knob(value: object) -> str:
+    """A value of params.yaml as it is written there."""
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
 
 
-def in_order(key: str) -> str:
+def in_order(pair: tuple[str, object]) -> str:
     """By this `rounds.9` comes before `rounds.10`."""
-    return re.sub(r"\d+", lambda digits: digits[0].zfill(9), key)
+    return re.sub(r"\d+", lambda digits: digits[0].zfill(9), pair[0])
+
+
+def chains(rounds: Mapping[str, str]) -> list[list[int]]:
+    """The knob `rounds` -> chains of rounds from where they branch off, 0 being models/sft.
+
+    [[0, 1, 2, 3], [1, 4]] for 4 started from models/policy/1.
+    """
+    found: list[list[int]] = []
+    for number, folder in ((int(key), folder) for key, folder in rounds.items()):
+        start = 0 if folder == "models/sft" else int(folder.rpartition("/")[2])
+        running = next((chain for chain in found if chain[-1] == start), None)
+        if running is None:
+            found.append([start, number])
+        else:
+            running.append(number)
+    return found
 
 
 def definitions(markdown: str) -> dict[str, str]:
@@ -159,10 +157,10 @@ BY_STEP = (
 )
 
 
-def sections(run: Run, parent: Mapping[int, int]) -> list[dict]:
+def sections(run: Run) -> list[dict]:
     """Title and charts of each section; what was not measured has no chart."""
     rows = {row["round"]: row for row in run.table}
-    order = graph.chains(parent)
+    order = chains(run.rounds)
     rounds = [[rows[k] for k in chain] for chain in order]
     steps = [[row for k in chain[1:] for row in _of(run.steps, k)] for chain in order]
     found = {

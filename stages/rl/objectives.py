@@ -3,6 +3,24 @@
 Letters: B completions, T completion tokens, G samples of one prompt. Log-probs are in nats, ratios
 are new / old.
 
+GRPO (Shao et al. 2024), whole, with the function that does each line:
+
+    y_1 .. y_G ~ old(. | x)                           sample       rollouts/engine.py
+    r_i = sum_c weight_c * component_c(y_i)           reward       score.py: total_reward
+    A_i = (r_i - mean(r)) / (std(r) + 1e-4)           advantage    advantages.py: group_advantages
+    rho_it = new(y_it | x, y_i<t) / old(the same)     ratio        clipped_ratio_loss, below
+    l_it = -min(rho_it A_i, clip(rho_it, 1 - lo, 1 + hi) A_i)      clipped_ratio_loss
+    d_it = log new - log reference                    log-ratio of the token to models/sft
+    k_it = exp(-d_it) - 1 + d_it                      KL (k3)      kl.py: kl_penalty
+    L = 1/B sum_i 1/T_i sum_t (l_it + beta k_it)      aggregation  token_weights
+    new <- AdamW(new, gradient of L)                  update       training/steps.py: update
+
+The first three lines happen once a round, the others once an update: targets.py prepares A,
+epochs.py goes over the buffer. In the first update of a round old is new, so every rho is 1 and the
+gradient is that of plain policy gradient. Each other objective changes one or two of the lines: PPO
+takes A from a critic (`gae`) and the KL into the reward, Dr. GRPO drops the std, RLOO leaves r_i
+out of its mean and has no rho.
+
 Every loss function here has one signature, so that the training loop knows none of them by name:
 
     (log_probs, log_probs_old, advantages, action_mask, clip) -> (loss, clipped)
@@ -14,7 +32,7 @@ and the outputs are 0 and False. The loss of an optimizer step is then, over all
 
     sum(loss * token_weights(lengths, used, aggregation, max_length)[:, None])
 
-with weights computed once for the step: each micro-batch adds its share, so that its size changes
+with weights computed once for the step: each micro-batch adds its part, so that its size changes
 no gradient. A KL penalty in the loss (`kl_penalty` times beta) is added per token before that sum.
 """
 
@@ -127,8 +145,6 @@ class Objective:
     estimator     (rewards (B,), groups (B,)) -> (B,); `gae` where `critic` is true
     aggregation   the default of `token_weights`
     kl_placement  where `beta` puts the KL against the reference: in the reward or in the loss
-    kl_level      in the reward: once per completion (`shape_sequence_rewards`) or per token
-                  (`shape_token_rewards`); in the loss always per token
     critic        needs values and returns
     groups        needs at least two samples a prompt
     trust_region  bears several inner epochs over one buffer
@@ -138,7 +154,6 @@ class Objective:
     estimator: Callable
     aggregation: Aggregation
     kl_placement: Literal["reward", "loss"] = "loss"
-    kl_level: Literal["sequence", "token"] = "token"
     critic: bool = False
     groups: bool = True
     trust_region: bool = True
@@ -155,7 +170,6 @@ OBJECTIVES: dict[str, Objective] = {
         batch_advantages,
         "seq-mean-token-sum",
         kl_placement="reward",
-        kl_level="sequence",
         groups=False,
         trust_region=False,
     ),
@@ -164,7 +178,6 @@ OBJECTIVES: dict[str, Objective] = {
         _leave_one_out,
         "seq-mean-token-sum",
         kl_placement="reward",
-        kl_level="sequence",
         trust_region=False,
     ),
     "ppo": Objective(

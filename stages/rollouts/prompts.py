@@ -34,9 +34,7 @@ def load_prompts(
                 prompts.append(
                     Prompt(number, encoded, tokenizer.decode(encoded), row.answer, row.entry)
                 )
-    intake.report()
-    if not prompts:
-        raise InputError(f"{name}: no prompt was kept of {intake.rows}")
+    intake.close()
     return prompts, intake
 
 

@@ -32,8 +32,8 @@ class Recipe:
 class Fit:
     """A training: its plan of all epochs, and its steps.
 
-    share_of  (micro-batch of rows, divisor) -> scalar loss share
-    count_of  (rows of an optimizer step) -> the divisor, by which the loss is divided once
+    loss_of     (micro-batch of rows, divisor) -> its part of the step's loss, a scalar
+    divisor_of  (rows of an optimizer step) -> the divisor, by which the loss is divided once
     """
 
     accelerator: Accelerator
@@ -41,8 +41,8 @@ class Fit:
     rows: Sequence[dict]
     lengths: list[int]
     recipe: Recipe
-    share_of: Callable[[list[dict], int], Tensor]
-    count_of: Callable[[list[dict]], int]
+    loss_of: Callable[[list[dict], int], Tensor]
+    divisor_of: Callable[[list[dict]], int]
 
     def plan(self) -> list[list[list[int]]]:
         """Row numbers of each micro-batch of each optimizer step, epoch after epoch."""
@@ -66,15 +66,15 @@ class Fit:
         average = None
         for done, step in enumerate(plan):
             batches = [[self.rows[i] for i in batch] for batch in step]
-            count = self.count_of([row for batch in batches for row in batch])
+            count = self.divisor_of([row for batch in batches for row in batch])
             lr = rate_of_update(done, recipe.lr, recipe.warmup_steps, len(plan))
             with self.accelerator.autocast():
-                shares = (self.share_of(batch, count) for batch in batches)
+                losses = (self.loss_of(batch, count) for batch in batches)
                 result = update(
                     self.accelerator,
                     self.model,
                     optimizer,
-                    shares,
+                    losses,
                     lr,
                     recipe.max_norm,
                     recipe.nonfinite,

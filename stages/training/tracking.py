@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from stages.base.environment import TRACK, words
 from stages.base.errors import InputError
 from stages.base.metrics import growing_curve
+from stages.base.spelling import flat
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 PROJECT, FOLDER = "rlhf-dvc", Path("runs")
@@ -49,7 +50,11 @@ def _trackers(names, run: str, knobs: Mapping) -> Iterator[Callable[[dict], None
     accelerator = Accelerator(log_with=list(names), project_dir=FOLDER / run)
     named = {"wandb": "name", "mlflow": "run_name", "trackio": "name"}
     options = {name: {named[name]: run} for name in names if name in named}
-    accelerator.init_trackers(PROJECT, _plain(knobs), options)
+    plain = {  # what every tracker takes
+        key: value if isinstance(value, int | float | str) else str(value)
+        for key, value in flat(knobs).items()
+    }
+    accelerator.init_trackers(PROJECT, plain, options)
 
     def send(row: dict) -> None:
         accelerator.log(
@@ -74,14 +79,3 @@ def chosen() -> tuple[str, ...]:
         if find_spec(name) is None:
             raise InputError(f"{TRACK}: {name} is not installed: pip install {name}")
     return tuple(dict.fromkeys(names))
-
-
-def _plain(values: Mapping, prefix: str = "") -> dict[str, object]:
-    """Knobs by dotted key, as values that every tracker takes."""
-    found = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            found |= _plain(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value if isinstance(value, int | float | str) else str(value)
-    return found

@@ -1,327 +1,214 @@
-"""Rows, summaries and provenance of any table, without ever holding a whole one.
+"""Rows of tables and of files of rows, by DuckDB: conditions, order, summary, provenance.
 
-What is read: the footer; of each row group that may hold rows that fit (by its statistics) only the
-columns asked for; and of those no more than are shown. At most `BATCH` rows are in memory at once.
-A table is a Parquet file, or the folder of those of all rounds (`data/buffers`).
+DuckDB streams what it reads: memory grows with what is shown, not with the file. Nothing is fetched
+from a network.
 """
 
-import heapq
+import glob
 import json
-import math
-import operator
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
+import duckdb
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from stages.base.errors import InputError
-from stages.viewer.conditions import Condition
+from stages.base.tables import read_provenance
+from stages.rows.readers import read_rows
 
-BATCH = 1024
-FRUGAL = {
-    "batch_size": BATCH,
-    "batch_readahead": 1,
-    "fragment_readahead": 1,
-    "use_threads": False,
+# Text stays text: no dates are made of it. What is nested in a cell of JSON stays as it is written.
+JSON = "maximum_depth=2, map_inference_threshold=-1, dateformat='no', timestampformat='no'"
+NUMBERS = "auto_type_candidates=['BIGINT', 'DOUBLE', 'VARCHAR']"
+READERS = {
+    ".parquet": "read_parquet($files, union_by_name=true{more})",
+    ".jsonl": f"read_json($files, format='newline_delimited', {JSON}{{sample}}{{more}})",
+    ".json": f"read_json($files, union_by_name=true, {JSON}{{sample}}{{more}})",
+    ".csv": f"read_csv($files, delim=',', quote='\"', header=true, {NUMBERS}{{sample}}{{more}})",
 }
-ROUND = re.compile(r"(round-\d+|sft)\.parquet")
-START = "sft.parquet"
-OPERATORS = {
-    "<": operator.lt,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">=": operator.ge,
-    ">": operator.gt,
-}
+LARGE = 1 << 28  # bytes; of a larger file the first rows alone tell the types of its columns
+FRACTIONS = ("FLOAT", "DOUBLE")
+WORD = re.compile(
+    r"'(?:[^']|'')*'|\"[^\"]*\"|(==|=|!=|<>|[<>]=?)\s*null\b|~|\b[a-z_]\w*\b(?!\s*\()",
+    re.IGNORECASE,
+)
 
 
-@dataclass(frozen=True)
-class Summary:
-    """One column: nulls, mean, lowest and highest value; None where that is not known.
+class Rows:
+    """Rows of one file, or of several as one; `where` narrows what the methods below see.
 
-    Of a list column these are of its items, `length` is the mean number of items, and all comes
-    from the footers. Text has nulls only.
+    Rows are dicts; those of several files begin with `file`, the name of the one that each is from.
+    `kind` is a key of READERS, or "dataset" for a folder of `save_to_disk`.
     """
 
-    name: str
-    kind: str
-    nulls: int | None = None
-    mean: float | None = None
-    low: object = None
-    high: object = None
-    length: float | None = None
+    def __init__(self, path: Path, files: list[Path], kind: str):
+        self.path, self.files, self.kind = path, files, kind
+        self.condition = ""
 
+    @cached_property
+    def relation(self) -> duckdb.DuckDBPyRelation:
+        """The rows that fit, as a query that was not run yet."""
+        database = duckdb.connect(config={"autoinstall_known_extensions": "false"})
+        with self._readable():
+            if self.kind == "dataset":
+                import datasets  # takes a second, which other files need not spend
 
-def by_rounds(folder: Path) -> bool:
-    """True for a folder of nothing but round-k.parquet (and sft.parquet, the start), one schema."""
-    files = visible(folder)
-    if not all(ROUND.fullmatch(file.name) for file in files) or files in ([], [folder / START]):
-        return False
-    schemas = []
-    for file in files:
-        with readable(file):
-            schemas.append(pq.read_schema(file))
-    return all(schema.equals(schemas[0]) for schema in schemas)
+                table = datasets.load_from_disk(str(self.path)).with_format("arrow")[:]
+                return database.from_arrow(table)
+            many = len(self.files) > 1
+            whole = sum(file.stat().st_size for file in self.files) <= LARGE
+            reader = READERS[self.kind].format(
+                sample=", sample_size=-1" if whole else "", more=", filename=true" * many
+            )
+            head = "select parse_filename(filename, true) as file, * exclude filename" * many
+            files = [glob.escape(str(file)) for file in self.files]
+            return database.sql(f"{head} from {reader}", params={"files": files})
 
+    @property
+    def names(self) -> list[str]:
+        return self.relation.columns
 
-def visible(folder: Path) -> list[Path]:
-    """What lies in a folder, round-2 before round-10; nothing hidden or half written."""
-
-    def natural(file: Path) -> list:
-        return [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", file.name)]
-
-    return sorted(folder.glob("[!.]*"), key=natural)
-
-
-class Table:
-    """A file or a folder of files; `where` narrows what the methods below see of it.
-
-    Rows are dicts; those of a folder begin with `file`, the name of the one that each stands in.
-    """
-
-    def __init__(self, path: Path):
-        self.path, self.files = path, visible(path) if path.is_dir() else [path]
-        self.condition: pc.Expression | None = None
-        with readable(path):
-            self._dataset = ds.dataset([str(file) for file in self.files], format="parquet")
-        self.schema: pa.Schema = self._dataset.schema
-        self.names: list[str] = self.schema.names
-
-    def where(self, conditions: Sequence[Condition]) -> None:
-        """Keep rows that fit all conditions; InputError for a column that is not there or unfit."""
-        for condition in conditions:
-            part = self._expression(condition)
-            self.condition = part if self.condition is None else self.condition & part
-
-    def _expression(self, condition: Condition) -> pc.Expression:
-        kind, value = self.field(condition.column).type, condition.value
-        column, said = pc.field(condition.column), f"{condition.column} {condition.operator}"
-        if value is None:
-            return column.is_null() if condition.operator == "==" else column.is_valid()
-        wanted, order = _literal_of(kind)
-        if not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool):
-            raise InputError(f"condition {said!r} {value!r}: column {condition.column!r} is {kind}")
-        if condition.operator == "~":
-            if wanted is not str:
-                raise InputError(f"condition {said!r}: column {condition.column!r} is {kind}")
-            return pc.match_substring(column, value)
-        if not order and condition.operator not in ("==", "!="):
-            raise InputError(f"condition {said!r}: column {condition.column!r} is {kind}: == or !=")
-        # 0.1 in float32 is another number than 0.1: the literal becomes what the column holds.
-        scalar = pa.scalar(value, kind if pa.types.is_floating(kind) else None)
-        return OPERATORS[condition.operator](column, pc.scalar(scalar))
+    def where(self, condition: str) -> None:
+        """Keep rows that fit an SQL condition as well; InputError says what is wrong with it."""
+        try:
+            self.relation = self.relation.filter(spelled(condition, self.names))
+        except duckdb.Error as error:
+            raise InputError(f"condition {condition!r}: {self._said(error)}") from error
+        self.condition = condition
 
     def check(self, name: str) -> None:
         """InputError for a column that is not there names those that are."""
         if name not in self.names:
             raise InputError(f"{self.path}: no column {name!r}; there are {', '.join(self.names)}")
 
-    def field(self, name: str) -> pa.Field:
-        """A column by name, checked."""
-        self.check(name)
-        return self.schema.field(name)
-
     def count(self) -> int:
-        """Rows that fit; without conditions the footers know."""
-        with readable(self.path):
-            return self._dataset.count_rows(filter=self.condition, **FRUGAL)
+        """Rows that fit."""
+        return self._fetched(self.relation.aggregate("count(*) as n"))[0]["n"]
 
     def first(self, count: int, columns: list[str] | None = None) -> list[dict]:
         """The first rows that fit."""
-        found = []
-        for part, _, batch in self._batches(columns):
-            rows = batch.slice(0, count - len(found)).to_pylist()
-            found += [self._named(row, part) for row in rows]
-            if len(found) >= count:
-                break
-        return found
+        return self._fetched(self._shown(self.relation.limit(count), columns))
 
     def extreme(
         self, count: int, key: str, descending: bool, columns: list[str] | None = None
     ) -> list[dict]:
-        """The rows with the lowest (or highest) `key`; nulls and NaN come last, ties in order.
+        """The rows with the lowest (or highest) `key`; nulls and NaN come last, ties in order."""
+        self.check(key)
+        column, kind = quoted(key), self._kinds()[key]
+        missing = f"{column} is null" + f" or isnan({column})" * (kind in FRACTIONS)
+        numbered = self.relation.select("*, row_number() over () as __row")
+        order = f"{missing}, {column} {'desc' if descending else 'asc'}, __row"
+        return self._fetched(self._shown(numbered.order(order).limit(count), columns))
 
-        One pass over the key alone, then only the row groups that hold the rows found.
+    def summary(self) -> list[dict]:
+        """One entry a column: nulls; mean, lowest, highest of numbers, or of the items of lists.
+
+        `items` is the mean length of a list.
         """
-        if pa.types.is_nested(self.field(key).type):
-            raise InputError(f"{self.path}: column {key!r} holds a list; sort by a plain one")
-
-        def keyed():
-            for part, start, batch in self._batches([key]):
-                for position, value in enumerate(batch.column(0).to_pylist(), start):
-                    missing = value is None or value != value
-                    rank = (missing != descending, None if missing else value)
-                    yield rank, (part.number, position)
-
-        pick = heapq.nlargest if descending else heapq.nsmallest
-        places = [place for _, place in pick(count, keyed(), key=lambda item: item[0])]
-        wanted = defaultdict(set)
-        for part, position in places:
-            wanted[part].add(position)
-        found = {}
-        for part, start, batch in self._batches(columns, parts=wanted):
-            for position in wanted[part.number]:
-                if start <= position < start + batch.num_rows:
-                    row = batch.slice(position - start, 1).to_pylist()[0]
-                    found[part.number, position] = self._named(row, part)
-        return [found[place] for place in places]
-
-    def _named(self, row: dict, part: "_Part") -> dict:
-        return {"file": part.file} | row if len(self.files) > 1 else row
-
-    def _parts(self) -> Iterator["_Part"]:
-        """Row groups; the statistics of some spare reading them in vain."""
-        number = 0
-        for file in self._dataset.get_fragments(self.condition):
-            for part in file.split_by_row_group():
-                yield _Part(number, Path(file.path).stem, part)
-                number += 1
-
-    def _batches(
-        self, columns: list[str] | None, parts=None
-    ) -> Iterator[tuple["_Part", int, pa.RecordBatch]]:
-        """(part, number of the batch's first row among those of the part that fit, batch)."""
-        with readable(self.path):
-            for part in self._parts():
-                if parts is not None and part.number not in parts:
-                    continue
-                start = 0
-                for batch in part.fragment.to_batches(
-                    schema=self.schema, columns=columns, filter=self.condition, **FRUGAL
-                ):
-                    yield part, start, batch
-                    start += batch.num_rows
-
-    def summary(self) -> list[Summary]:
-        """One entry a column: plain numbers over the rows that fit, the rest from the footers."""
-        numbers = [field.name for field in self.schema if _is_number(field.type)]
-        totals = {name: _Total() for name in numbers}
-        for _, _, batch in self._batches(numbers) if numbers else ():
-            for name in numbers:
-                totals[name].add(batch.column(name))
-        footers = self._footers() if self.condition is None else {}
-        found = []
-        for field in self.schema:
-            known = totals[field.name] if field.name in totals else footers.get(field.name)
-            known = {} if known is None else known.figures()
-            found.append(Summary(field.name, _kind(field.type), **known))
-        return found
-
-    def _footers(self) -> dict[str, "_Footer"]:
-        found = defaultdict(_Footer)
-        for fragment in self._dataset.get_fragments():
-            for group in range(fragment.metadata.num_row_groups):
-                rows = fragment.metadata.row_group(group)
-                for index in range(rows.num_columns):
-                    column = rows.column(index)
-                    found[column.path_in_schema.split(".")[0]].add(column, rows.num_rows)
-        return found
+        entries = [_summarized(name, kind) for name, kind in self._kinds().items()]
+        row = self._fetched(self.relation.aggregate(", ".join(entries)))[0]
+        return [
+            {"column": name, "type": kind} | found
+            for (name, kind), found in zip(self._kinds().items(), row.values(), strict=True)
+        ]
 
     def provenance(self) -> dict[str, dict]:
-        """File name -> what made it, as `write_table` noted; rows too."""
-        found = {}
-        for fragment in self._dataset.get_fragments():
-            metadata = fragment.metadata.metadata or {}
-            with readable(Path(fragment.path)):
-                made = json.loads(metadata.get(b"provenance", b"{}"))
-            found[Path(fragment.path).name] = {"rows": fragment.metadata.num_rows, **made}
-        return found
+        """File name -> what made it, as `write_table` noted; rows too. Of Parquet files alone."""
+        if self.kind != ".parquet":
+            return {}
+        with self._readable():
+            return {
+                file.name: {"rows": pq.read_metadata(file).num_rows, **read_provenance(file)}
+                for file in self.files
+            }
+
+    def _kinds(self) -> dict[str, str]:
+        return dict(zip(self.names, map(str, self.relation.types), strict=True))
+
+    def _shown(self, relation, columns: list[str] | None):
+        """Some of the columns, `file` always; nested cells of JSON as the JSON that they were."""
+        kinds = self._kinds()
+        names = dict.fromkeys(["file"] * (len(self.files) > 1) + (columns or self.names))
+        json_ = self.kind in (".json", ".jsonl")
+        cells = {n: f"to_json({quoted(n)})" for n in names if json_ and kinds[n][-1] in ")]"}
+        return relation.select(
+            ", ".join(f"{cells.get(n, quoted(n))} as {quoted(n)}" for n in names)
+        )
+
+    def _fetched(self, relation) -> list[dict]:
+        with self._readable():
+            names, kinds, rows = relation.columns, relation.types, relation.fetchall()
+        parsed = {name for name, kind in zip(names, kinds, strict=True) if kind == "JSON"}
+        found = [dict(zip(names, row, strict=True)) for row in rows]
+        return [
+            {n: json.loads(x) if n in parsed and x is not None else x for n, x in row.items()}
+            for row in found
+        ]
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """What DuckDB may raise -> InputError; of a broken file of text it names the line."""
+        try:
+            yield
+        except (duckdb.Error, pa.ArrowException, OSError, ValueError) as error:
+            if self.condition and isinstance(error, duckdb.ConversionException):
+                raise InputError(f"condition {self.condition!r}: {self._said(error)}") from error
+            if self.kind in (".jsonl", ".csv"):
+                no = dict.fromkeys(("split", "name", "revision", "max_samples"))
+                for file in self.files:
+                    for _ in read_rows(str(file), seed=0, **no):
+                        pass
+            found = f"{self.path}: cannot be read as rows ({self._said(error)})"
+            raise InputError(found) from error
+
+    def _said(self, error: Exception) -> str:
+        """The first line of an error, without its class; columns where one is not there."""
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        line = re.sub(r"^[A-Z]\w+(?: \w+)* Error: ", "", line)
+        absent = re.match(r'Referenced column "(.*)" not found', line)
+        return f"no column {absent[1]!r}; there are {', '.join(self.names)}" if absent else line
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A row group; numbered in the order of reading."""
-
-    number: int
-    file: str
-    fragment: ds.Fragment
+def quoted(name: str) -> str:
+    """A column's name in SQL; `group` is a word of the language otherwise."""
+    return '"' + name.replace('"', '""') + '"'
 
 
-@contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """What a reader of files may raise -> InputError with the file's name."""
-    try:
-        yield
-    except (pa.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        raise InputError(f"{path}: cannot be read as a table ({error})") from error
+def spelled(condition: str, names: list[str]) -> str:
+    """A condition as DuckDB reads it: `group == 1 and answer != "" or kl == null`.
+
+    Columns are quoted, "text" that is no column becomes 'text', `== null` becomes `is null`.
+    """
+
+    def word(match: re.Match) -> str:
+        found, sign = match[0], match[1]
+        if sign in ("==", "="):
+            return "is null"
+        if sign in ("!=", "<>"):
+            return "is not null"
+        if sign or found == "~":
+            use = "`is null` or `is not null`" if sign else "`contains(column, 'text')`"
+            raise InputError(f"condition {condition!r}: found {found!r}; expected {use}")
+        if found[0] == '"' and found[1:-1] not in names:
+            return "'" + found[1:-1].replace("'", "''") + "'"
+        return quoted(found) if found in names else found
+
+    return WORD.sub(word, condition)
 
 
-def _literal_of(kind: pa.DataType) -> tuple[type | tuple, bool]:
-    """Column type -> Python types of a literal beside it, and whether < and > make sense."""
-    if pa.types.is_boolean(kind):
-        return bool, False
-    if _is_number(kind):
-        return (int, float), True
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return str, True
-    return (), False
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-
-
-def _kind(kind: pa.DataType) -> str:
-    """int32, string, list of int32, struct."""
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return f"list of {_kind(kind.value_type)}"
-    return "struct" if pa.types.is_struct(kind) else str(kind)
-
-
-class _Total:
-    """Sum, extremes and nulls of a column of numbers, batch by batch; NaN spoils the mean."""
-
-    def __init__(self):
-        self.count = self.nulls = 0
-        self.sum, self.low, self.high = 0.0, math.inf, -math.inf
-
-    def add(self, column: pa.Array) -> None:
-        self.nulls += column.null_count
-        self.count += len(column) - column.null_count
-        if len(column) > column.null_count:
-            self.sum += float(pc.sum(column).as_py())
-            extremes = pc.min_max(column).as_py()
-            self.low = min(self.low, extremes["min"])
-            self.high = max(self.high, extremes["max"])
-
-    def figures(self) -> dict:
-        if not self.count:
-            return {"nulls": self.nulls}
-        mean = self.sum / self.count
-        return {"nulls": self.nulls, "mean": mean, "low": self.low, "high": self.high}
-
-
-class _Footer:
-    """What the statistics of all row groups say of a text or list column."""
-
-    def __init__(self):
-        self.rows = self.items = self.nulls = 0
-        self.low, self.high, self.is_list = math.inf, -math.inf, False
-
-    def add(self, column, rows: int) -> None:
-        self.rows += rows
-        self.is_list |= "." in column.path_in_schema
-        known = column.statistics
-        if known is None:
-            return
-        self.nulls += known.null_count or 0
-        self.items += known.num_values
-        if known.has_min_max and not isinstance(known.min, str | bytes):
-            self.low, self.high = min(self.low, known.min), max(self.high, known.max)
-
-    def figures(self) -> dict:
-        found = {"nulls": self.nulls}
-        if self.is_list and self.items and self.low <= self.high:
-            length = self.items / max(1, self.rows - self.nulls)
-            found |= {"low": self.low, "high": self.high, "length": length}
-        return found
+def _summarized(name: str, kind: str) -> str:
+    """SQL of a struct with the figures of one column."""
+    column, item = quoted(name), kind.removesuffix("[]")
+    figures = {"nulls": f"count(*) - count({column})", "mean": "null", "lowest": "null"}
+    figures |= {"highest": "null", "items": "null"}
+    if item == "BOOLEAN" or re.fullmatch(r"U?\w*INT(EGER)?|FLOAT|DOUBLE|DECIMAL.*", item):
+        if item != kind:
+            figures |= {"lowest": f"min(list_min({column}))", "highest": f"max(list_max({column}))"}
+            figures["items"] = f"avg(len({column}))"
+        else:
+            figures |= {"lowest": f"min({column})", "highest": f"max({column})"}
+            figures["mean"] = f"avg({column}::double)"
+    return "{" + ", ".join(f"{key}: {sql}" for key, sql in figures.items()) + f"}} as {column}"

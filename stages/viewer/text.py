@@ -1,13 +1,11 @@
 """How things look on a terminal or in a pipe: harmless text, tables where they fit, records.
 
-Whatever comes out of a file (text of a model, column names, provenance) passes through `harmless`:
-control characters and escape sequences are shown, never obeyed.
+Whatever comes out of a file (text of a model, column names, provenance) passes through
+`spelled_out`: control characters and escape sequences are shown, never obeyed.
 """
 
 import json
-import os
-import sys
-import unicodedata
+import shutil
 from collections.abc import Sequence
 
 from rich.cells import cell_len
@@ -15,42 +13,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from stages.base.spelling import spelled_out
 from stages.viewer.tokens import Span, extent, shade
 
 LONGEST = 300
 SHORT = 24
 PIPE_WIDTH = 120
-SHOWN = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 def console() -> Console:
     """Colours and the width of the terminal; plain text in a pipe, COLUMNS or 120 wide."""
-    width = None
-    if not sys.stdout.isatty():
-        width = int(os.environ.get("COLUMNS") or PIPE_WIDTH)
+    width = shutil.get_terminal_size((PIPE_WIDTH, 0)).columns
     return Console(width=width, highlight=False, markup=False, emoji=False)
-
-
-def harmless(text: str) -> str:
-    """Text on one line in which nothing acts on a terminal: `\\x1b[2J` is seen, not done.
-
-    Control and format characters (C0, C1, direction overrides, zero-width ones), line separators,
-    surrogates and private ones become escapes.
-    """
-    return "".join(map(_seen, text))
-
-
-def _seen(character: str) -> str:
-    if character.isprintable():
-        return character
-    if character in SHOWN:
-        return SHOWN[character]
-    if unicodedata.category(character) == "Zs":
-        return " "
-    code = ord(character)
-    return (
-        f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
-    )
 
 
 def cell(value: object, full: bool = False) -> str:
@@ -65,7 +39,7 @@ def cell(value: object, full: bool = False) -> str:
         return _numbers(value, full)
     if not isinstance(value, str):
         value = json.dumps(value, ensure_ascii=False, default=str)
-    text = harmless(value) or "''"
+    text = spelled_out(value) or "''"
     if full or len(text) <= LONGEST:
         return text
     return f"{text[:LONGEST]}... ({len(text) - LONGEST} more characters)"
@@ -85,9 +59,15 @@ def shown(rows: Sequence[dict], full: bool) -> list[dict[str, str]]:
     """Rows of values -> the same as short text; a column that a row lacks is empty there."""
     names = dict.fromkeys(name for row in rows for name in row)
     return [
-        {harmless(name): cell(row[name], full) if name in row else "" for name in names}
+        {spelled_out(name): cell(row[name], full) if name in row else "" for name in names}
         for row in rows
     ]
+
+
+def summary_row(entry: dict) -> dict[str, str]:
+    """One column of a table as text; what is not known of it stays empty."""
+    row = {name: "" if value is None else cell(value) for name, value in entry.items()}
+    return {"column": spelled_out(entry["column"])} | row
 
 
 def print_rows(out: Console, rows: Sequence[dict[str, str]]) -> None:
@@ -136,10 +116,15 @@ def print_record(out: Console, record: dict[str, str]) -> None:
     if line:
         out.print(Text(line))
     for name in long:
-        wrapped(out, Text.assemble((f"  {name}  ", "bold"), record[name]))
+        _wrapped(out, Text.assemble((f"  {name}  ", "bold"), record[name]))
 
 
-def wrapped(out: Console, text: Text) -> None:
+def print_line(out: Console, text: str, style: str = "") -> None:
+    """Print text of any origin on one line, as `_wrapped` does."""
+    _wrapped(out, Text(spelled_out(text), style))
+
+
+def _wrapped(out: Console, text: Text) -> None:
     """Print text, folded at the width of a terminal; in a pipe a line stays a line."""
     out.print(text, soft_wrap=not out.is_terminal)
 
@@ -156,7 +141,7 @@ def print_spans(out: Console, parts: Sequence[Span], pieces: Sequence[Sequence[s
                 red, green, blue = shade(measure, values[index], largest)
                 style = f"black on rgb({red},{green},{blue})"
             line.append(text, style)
-        wrapped(out, line)
+        _wrapped(out, line)
 
 
 def token_rows(span: Span, texts: Sequence[str]) -> list[dict[str, str]]:

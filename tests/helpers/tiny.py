@@ -79,17 +79,6 @@ def small_params(**changes) -> dict:
     return change(_with(plain(ROOT / "params.yaml"), SMALL), **changes)
 
 
-def dotted(values: dict, prefix: str = "") -> dict:
-    """Nested values -> one flat mapping of dotted keys."""
-    flat = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= dotted(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
 def _with(values: dict, changes: dict) -> dict:
     values = {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
     for key, value in changes.items():

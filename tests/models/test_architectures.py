@@ -12,12 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from stages.base import command
 from stages.base.tokenizers import load_tokenizer
 from stages.models.checkpoints import load_scorer
 from tests.helpers.architectures import ARCHITECTURES, seeded
 from tests.helpers.models import byte_tokenizer, plain_log_probs
-from tests.helpers.running import refuse, succeed
+from tests.helpers.stage import refuse, succeed
 from tests.helpers.tiny import ROOT
 
 TOLERANCE = 1e-4
@@ -52,14 +51,6 @@ RIGHT = [name for name in WANTED if name not in REFUSED]
 EAGER = [name for name in RIGHT if WANTED[name][1] == "eager"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_signal_to_the_tests():
-    patch = pytest.MonkeyPatch()
-    patch.setattr(command, "stop_with_parent", lambda: None)
-    yield
-    patch.undo()
-
-
 @pytest.fixture(scope="module")
 def tokenized(tmp_path_factory):
     """A folder with the task's rows, tokenized: the tokenizer is the same for all."""
@@ -76,7 +67,8 @@ def tokenized(tmp_path_factory):
 def bring(folder, name: str, **more):
     """Put a random model of an architecture where model.source of SMALL looks."""
     source, tokenizer = folder / "models" / "source" / "m", byte_tokenizer()
-    model = seeded(name, len(tokenizer), **more)
+    # More than the tokenizer has: some classes of tokenizers add a token of their own.
+    model = seeded(name, len(tokenizer) + 8, **more)
     model.generation_config.pad_token_id = None
     model.save_pretrained(source)
     tokenizer.save_pretrained(source)

@@ -7,7 +7,8 @@ from gguf import GGUFWriter
 from transformers import AutoModelForCausalLM
 
 from stages.base.errors import InputError
-from stages.models.checkpoints import load_foreign, load_policy, save_model
+from stages.models.checkpoints import load_policy, save_model
+from stages.sources.published import load_foreign
 from tests.helpers.models import byte_tokenizer, llama
 
 NAMES = {

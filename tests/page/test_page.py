@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from stages.page.page import definitions, in_order, page, spread, visible
+from stages.page.page import chains, definitions, in_order, page, spread, visible
 from tests.helpers.runs import run_of
 from tests.helpers.tiny import ROOT
 
@@ -81,7 +81,7 @@ def test_a_page_is_well_formed_and_needs_no_network(rounds, known, group):
     document = Document(text)
     assert not {"script", "iframe", "img", "object", "embed"} & set(document.tags)
     assert {v for v in values(document, "href", "src") if not v.startswith("#")} == {"data:,"}
-    assert "url(" not in text.replace("url(#tip)", "") and "@import" not in text
+    assert "url(" not in text and "@import" not in text
     assert "://" not in text
     links = {v[1:] for v in values(document, "href") if v.startswith("#")}
     assert links <= values(document, "id")
@@ -102,8 +102,8 @@ def test_what_a_model_says_is_text_and_nothing_else(text):
 
 
 def test_characters_that_a_browser_hides_or_obeys_are_spelled_out():
-    assert visible("a\x00b\x1b\r") == "a\u2400b\u241b\u240d"
-    assert visible("\u202eabc\u200b") == "⟨U+202E⟩abc⟨U+200B⟩"
+    assert visible("a\x00b\x1b\r") == r"a\x00b\x1b\r"
+    assert visible("\u202eabc\u200b") == r"\u202eabc\u200b"
     assert visible("two\nlines\tלום") == "two\nlines\tלום"
     assert visible("x" * 1600, 600) == "x" * 600 + " … (1,000 more characters)"
     assert visible(None) == ""
@@ -114,8 +114,13 @@ def test_the_same_run_gives_the_same_bytes():
 
 
 def test_parameters_stand_in_order_of_their_numbers():
-    keys = [f"rounds.{k}" for k in (1, 2, 9, 10, 40)]
-    assert sorted(reversed(keys), key=in_order) == keys
+    pairs = [(f"rounds.{k}", None) for k in (1, 2, 9, 10, 40)]
+    assert sorted(reversed(pairs), key=in_order) == pairs
+
+
+def test_rounds_are_chains_from_where_they_branch_off():
+    assert chains(BRANCHES) == [[0, 1, 2, 3], [1, 4, 5], [0, 6]]
+    assert chains({"7": "models/sft"}) == [[0, 7]]
 
 
 def test_the_headline_goes_from_the_sft_policy_to_the_last_round():

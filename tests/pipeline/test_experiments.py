@@ -5,8 +5,9 @@ import time
 
 import pytest
 
+from stages.base.spelling import flat
 from tests.helpers.clone import run
-from tests.helpers.tiny import dotted, plain, small_params
+from tests.helpers.tiny import plain, small_params
 from tests.pipeline.running import dvc, executed
 
 pytestmark = pytest.mark.slow
@@ -31,7 +32,7 @@ TYPED = {
 
 
 def values_of(knobs: dict) -> dict:
-    return {key: (type(value), value) for key, value in dotted(knobs).items()}
+    return {key: (type(value), value) for key, value in flat(knobs).items()}
 
 
 def test_d04_knobs_of_every_kind_arrive_as_they_were_meant(copy):

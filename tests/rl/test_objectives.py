@@ -331,7 +331,6 @@ def test_the_ten_objectives_need_what_their_papers_say():
     assert named("trust_region", False) == {"reinforce", "rloo", "maxrl"}
     assert named("trust_region", False) == named("loss", policy_gradient_loss)
     assert named("kl_placement", "reward") == {"reinforce", "rloo", "ppo"}
-    assert named("kl_level", "sequence") == {"reinforce", "rloo"}
     assert named("aggregation", "token-mean") == {"ppo", "dapo", "cispo"}
     assert named("aggregation", "constant") == {"drgrpo"}
 

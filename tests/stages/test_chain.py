@@ -16,27 +16,26 @@ from stages.base.chunks import chunks
 from stages.base.tables import BUFFERS, ROLLOUTS, read_provenance
 from stages.knobs.optimize import Knobs as OptimizeKnobs
 from stages.knobs.rollout import Knobs as RolloutKnobs
-from stages.models.checkpoints import (
+from stages.models.checkpoints import load_policy, load_scorer, new_scorer, save_model
+from stages.models.scorers import reference_log_probs, scores_and_values
+from stages.models.trainer_state import (
     TrainerState,
     load_optimizer,
-    load_policy,
-    load_scorer,
     load_trainer,
-    new_scorer,
-    save_model,
     save_optimizer,
     save_policy,
 )
-from stages.models.scoring import reference_log_probs, scores_and_values, total_reward
 from stages.optimize import make_settings
 from stages.optimize import optimize as optimize_command
-from stages.rl.epochs import Seen, optimize, targets
+from stages.rl.epochs import Learner, Round
+from stages.rl.targets import make_targets
 from stages.rollout import rollout as rollout_command
 from stages.rollouts.engine import Engine
 from stages.rollouts.prompts import load_prompts
 from stages.rollouts.rewards import Rules
 from stages.rollouts.sampling import Sampling
 from stages.score import score as score_command
+from stages.score import total_reward
 from stages.training.steps import adamw
 from tests.helpers.models import (
     buffer_row,
@@ -210,19 +209,10 @@ def in_memory(tokenizer) -> Memory:
                 row |= {"reward_model": score, "values_old": value, "log_probs_ref": ref}
                 row["reward"] = total_reward(row, KNOBS["rewards"])
         round_settings = replace(chosen, round_number=k)
-        goal = targets(rows, round_settings)
-        step, seen = len(memory.records), Seen(len(rows))
-        memory.records += optimize(
-            accelerator,
-            policy,
-            memory.critic,
-            optimizers,
-            rows,
-            goal,
-            round_settings,
-            step,
-            seen,
-        )
+        targets = make_targets(rows, round_settings)
+        learner = Learner(policy, memory.critic, optimizers)
+        learning = Round(accelerator, learner, rows, targets, round_settings)
+        memory.records += learning.steps(len(memory.records))
         memory.buffers.append(rows)
     return memory
 
@@ -315,20 +305,9 @@ def test_six_steps_in_one_go_are_two_and_two_and_two_through_saved_state(loss, k
 
     def train(models, optimizers, epochs: int, step: int) -> list:
         settings = replace(chosen, ppo_epochs=epochs)
-        goal, seen = targets(rows, settings), Seen(len(rows))
-        return list(
-            optimize(
-                cpu_accelerator(),
-                models["policy"],
-                models.get("critic"),
-                optimizers,
-                rows,
-                goal,
-                settings,
-                step,
-                seen,
-            )
-        )
+        learner = Learner(models["policy"], models.get("critic"), optimizers)
+        targets = make_targets(rows, settings)
+        return list(Round(cpu_accelerator(), learner, rows, targets, settings).steps(step))
 
     def fresh() -> dict:
         made = {"policy": make(**options)}

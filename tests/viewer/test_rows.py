@@ -1,219 +1,225 @@
-"""Rows of tables: which come back, and how little is read for them.
+"""Rows of tables and of files of rows: which come back, in which order, and what they come to."""
 
-Broken bytes prove what was not read: a column chunk full of zeros makes its reader fail.
-"""
-
+import gzip
+import json
 import math
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from stages.base.errors import InputError
 from stages.base.tables import UPDATES, write_table
-from stages.viewer.conditions import Condition, parse
-from stages.viewer.rows import Summary, Table
+from stages.viewer.places import listing, rows_at
+from stages.viewer.rows import spelled
 
-GROUPS, SIZE = 5, 1024
+ROWS = [{"x": 2, "y": "b"}, {"x": None}, {"x": 1.5, "y": ["b"]}, {"x": float("nan"), "y": "ab"}]
 
 
-def update(round_number, group, sample, **more):
-    return {
-        "round": round_number,
-        "group": group,
-        "sample": sample,
-        "advantage": [0.5, -0.5],
-        "used": True,
-        "reward_shaped": (group * 37 % 101) / 100 + sample,
-        "ratio": [1.0, 1.0],
-        "ratio_mean": 1.0,
-        "ratio_max": 1.0,
-        "clipped_fraction": 0.0,
-        "kl": None,
-    } | more
+def update(group, reward_shaped=1.0, **more):
+    """A row of data/updates."""
+    row = dict.fromkeys(UPDATES.names) | {"round": 1, "group": group, "sample": 0, "used": True}
+    return row | {"advantage": [0.5, -0.5], "reward_shaped": reward_shaped} | more
 
 
 @pytest.fixture
-def big(tmp_path):
-    """A table of five row groups, 1024 rows each: two samples of 2560 groups."""
-    path = tmp_path / "round-1.parquet"
-    rows = (update(1, group, sample) for group in range(GROUPS * SIZE // 2) for sample in (0, 1))
-    write_table(path, UPDATES, rows, {"stage": "optimize"})
+def table(tmp_path):
+    """Groups 0 to 5 with shaped rewards 0.5, null, -1, NaN, 0.37, -1; the last one was not used."""
+    values = [0.5, None, -1.0, math.nan, 0.37, -1.0]
+    rows = [update(i, value, used=i < 5) for i, value in enumerate(values)]
+    write_table(tmp_path / "round-1.parquet", UPDATES, rows, {"stage": "optimize"})
+    return tmp_path / "round-1.parquet"
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Lines whose columns and kinds differ."""
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return path
 
 
-def spoil(path, columns, groups):
-    """Overwrite the data of some columns in some row groups; the footer stays as it is."""
-    metadata = pq.read_metadata(path)
-    content = bytearray(path.read_bytes())
-    for group in groups:
-        rows = metadata.row_group(group)
-        for index in range(rows.num_columns):
-            column = rows.column(index)
-            if columns is None or column.path_in_schema.split(".")[0] in columns:
-                start = column.dictionary_page_offset or column.data_page_offset
-                start = min(start, column.data_page_offset)
-                size = column.total_compressed_size
-                content[start : start + size] = bytes(size)
-    path.write_bytes(content)
-    with pytest.raises(InputError, match="cannot be read as a table"):
-        Table(path).first(GROUPS * SIZE)
+def where(path, condition):
+    found = rows_at(path)
+    found.where(condition)
+    return found
 
 
-def places(rows):
-    return [(row["group"], row["sample"]) for row in rows]
-
-
-def where(path, text):
-    table = Table(path)
-    table.where(parse(text))
-    return table
-
-
-def test_ten_rows_are_read_from_the_first_row_group_alone(big):
-    spoil(big, None, range(1, GROUPS))
-    table = Table(big)
-    assert places(table.first(10)) == [(g, s) for g in range(5) for s in (0, 1)]
-    assert table.count() == GROUPS * SIZE
-
-
-def test_rows_of_one_group_are_found_by_the_statistics_of_the_row_groups(big):
-    spoil(big, None, [0, 1, 3, 4])
-    assert places(where(big, "group == 1025").first(10)) == [(1025, 0), (1025, 1)]
-
-
-def test_only_the_columns_asked_for_are_read(big):
-    spoil(big, {"advantage", "used"}, range(GROUPS))
-    assert Table(big).first(1, ["kl", "group"]) == [{"kl": None, "group": 0}]
-    last = Table(big).extreme(1, "group", descending=True, columns=["group", "sample"])
-    assert last == [{"group": GROUPS * SIZE // 2 - 1, "sample": 0}]
-
-
-def test_sorting_reads_one_column_and_then_the_row_groups_of_the_rows_found(big):
-    rows = pq.read_table(big).to_pylist()
-    wanted = sorted(rows, key=lambda row: row["reward_shaped"])[:3]
-    assert {row["group"] * 2 // SIZE for row in wanted} == {0}
-    spoil(big, {"advantage"}, range(1, GROUPS))
-    assert Table(big).extreme(3, "reward_shaped", descending=False) == wanted
-
-
-def test_the_lowest_and_the_highest_rows_come_in_order_and_nulls_last(tmp_path):
-    path = tmp_path / "t.parquet"
-    values = [0.5, None, -1.0, math.nan, 2.0, -1.0]
-    rows = [update(1, i, 0, reward_shaped=value) for i, value in enumerate(values)]
-    write_table(path, UPDATES, rows, {})
-    lowest = Table(path).extreme(6, "reward_shaped", descending=False)
-    assert [row["group"] for row in lowest] == [2, 5, 0, 4, 1, 3]
-    highest = Table(path).extreme(6, "reward_shaped", descending=True)
-    assert [row["group"] for row in highest] == [4, 0, 2, 5, 1, 3]
-    assert len(Table(path).extreme(2, "reward_shaped", descending=True)) == 2
+def groups(rows):
+    return [row["group"] for row in rows]
 
 
 @pytest.mark.parametrize(
-    ("text", "test"),
+    ("condition", "wanted"),
     [
-        ("reward_shaped < 0.5", lambda r: r["reward_shaped"] < 0.5),
-        ("reward_shaped == 0.37", lambda r: r["group"] * 37 % 101 == 37 and r["sample"] == 0),
-        ("group < 7.5 and sample = 1", lambda r: r["group"] < 8 and r["sample"] == 1),
-        ("used != true", lambda r: not r["used"]),
-        ("kl == null", lambda r: True),
-        ("kl != null", lambda r: False),
-        ("kl < 1", lambda r: False),
+        ("reward_shaped<-1e-1", [2, 5]),
+        ("reward_shaped == 0.37", [4]),
+        ("group < 2.5 and round = 1", [0, 1, 2]),
+        ("group in (1, 4) or not used", [1, 4, 5]),
+        ("used != false and round(reward_shaped) = 0", [4]),
+        ("kl == null and reward_shaped != null", [0, 2, 3, 4, 5]),
+        ("kl is not null", []),
+        ("advantage[2] < 0 and len(advantage) = 2", [0, 1, 2, 3, 4, 5]),
+        ("reward_shaped > 0", [0, 3, 4]),  # for DuckDB NaN is above all numbers
     ],
 )
-def test_conditions_keep_the_rows_that_fit(big, text, test):
-    wanted = [row for row in pq.read_table(big).to_pylist() if test(row)]
-    table = where(big, text)
-    assert table.count() == len(wanted)
-    assert places(table.first(GROUPS * SIZE)) == places(wanted)
+def test_a_condition_keeps_the_rows_that_fit(table, condition, wanted):
+    assert groups(where(table, condition).first(9)) == wanted
+    assert where(table, condition).count() == len(wanted)
 
 
-def test_text_is_compared_as_text(tmp_path):
-    path = tmp_path / "t.parquet"
-    pq.write_table(pa.table({"answer": ["b", "it's", "a"]}), path)
-    assert where(path, "answer >= 'b'").first(9) == [{"answer": "b"}, {"answer": "it's"}]
-    assert where(path, 'answer == "it\'s"').count() == 1
-    assert where(path, "answer ~ 't'").first(9) == [{"answer": "it's"}]
+def test_text_is_compared_as_text_in_either_kind_of_quotes(tmp_path):
+    pq.write_table(
+        pa.table({"answer": ["b", "it's", ""], "a b": [1, 2, 3]}), tmp_path / "t.parquet"
+    )
+
+    def numbers(condition):
+        return [row["a b"] for row in where(tmp_path / "t.parquet", condition).first(9)]
+
+    assert numbers("answer >= 'b'") == [1, 2]
+    assert numbers('answer == "it\'s"') == numbers("contains(answer, 't')") == [2]
+    assert numbers("answer == ''") == numbers('answer = ""') == numbers('"a b" > 2') == [3]
+
+
+def test_what_looks_like_a_column_or_null_inside_of_text_stays_as_it_is():
+    assert (
+        spelled("a = '== null a ''~' and a == NULL", ["a"])
+        == "\"a\" = '== null a ''~' and \"a\" is null"
+    )
 
 
 @pytest.mark.parametrize(
     ("condition", "said"),
     [
         ("rewards < 1", "no column 'rewards'; there are round, group, sample, advantage"),
-        ("advantage > 1", "column 'advantage' is list"),
-        ("group == 'x'", "column 'group' is int32"),
-        ("group == true", "column 'group' is int32"),
-        ("used == 1", "column 'used' is bool"),
-        ("group ~ 1", "column 'group' is int32"),
-        ("used < true", "'used' is bool: == or !="),
-        ("kl < null", "null goes with == and != only"),
+        ("advantage > 1", "Cannot compare values of type FLOAT[] and type INTEGER"),
+        ("group == 'x'", "Could not convert string 'x' to INT32"),
+        ("advantage[3]::int + 'x'::int > 0", "Could not convert string 'x' to INT32"),
+        ("kl < null", "found '< null'; expected `is null` or `is not null`"),
+        ("group ~ 1", "found '~'; expected `contains(column, 'text')`"),
+        ("used <", "syntax error at or near \"<\""),
+        ("", "SELECT clause without selection list"),
+        ("used; copy (select 1) to 'stolen'", "Cannot have any modifiers in the expression list"),
+        ("used) --", 'syntax error at or near ")"'),
+        ("__import__('os').system('true') == 0", "system does not exist"),
     ],
-)
-def test_a_condition_that_does_not_suit_the_table_is_refused(big, condition, said):
+)  # fmt: skip
+def test_what_is_no_condition_on_the_table_is_refused_in_one_line(table, condition, said):
     with pytest.raises(InputError) as error:
-        where(big, condition)
+        where(table, condition).first(9)
+    assert str(error.value).startswith("condition ") and "\n" not in str(error.value)
     assert said in str(error.value)
 
 
-def test_a_list_is_no_column_to_sort_by(big):
-    with pytest.raises(InputError, match="'advantage' holds a list"):
-        Table(big).extreme(1, "advantage", descending=False)
+def test_the_lowest_and_the_highest_rows_come_in_order_and_nulls_last(table):
+    rows = rows_at(table)
+    assert groups(rows.extreme(6, "reward_shaped", descending=False)) == [2, 5, 4, 0, 3, 1]
+    assert groups(rows.extreme(6, "reward_shaped", descending=True)) == [0, 4, 2, 5, 3, 1]
+    assert rows.extreme(1, "group", descending=True, columns=["used"]) == [{"used": False}]
     with pytest.raises(InputError, match="no column 'reward'; there are round"):
-        Table(big).extreme(1, "reward", descending=False)
+        rows.extreme(1, "reward", descending=False)
 
 
 def test_the_rounds_of_a_folder_are_one_table_in_their_order(tmp_path):
     for number in (10, 2):
-        rows = [update(number, 0, 0)]
+        rows = [update(0, round=number)]
         write_table(tmp_path / f"round-{number}.parquet", UPDATES, rows, {"round": number})
     (tmp_path / ".round-3.parquet.partial").write_text("half")
-    table = Table(tmp_path)
+    table = rows_at(tmp_path)
     assert [row["round"] for row in table.first(9)] == [2, 10]
     assert [row["file"] for row in table.first(9)] == ["round-2", "round-10"]
     highest = table.extreme(1, "round", descending=True, columns=["round"])
     assert highest == [{"file": "round-10", "round": 10}]
     assert list(table.provenance()) == ["round-2.parquet", "round-10.parquet"]
     assert table.provenance()["round-10.parquet"] == {"rows": 1, "round": 10}
-    table.where([Condition("round", "==", 10)])
-    assert table.count() == 1
+    assert where(tmp_path, "file = 'round-10'").count() == 1
 
 
 def test_a_summary_tells_numbers_of_rows_and_items_of_lists(tmp_path):
-    path = tmp_path / "t.parquet"
-    write_table(
-        path,
-        UPDATES,
-        [
-            update(1, 0, 0, reward_shaped=1.0, advantage=[1.0, -2.0, 0.0], kl=0.5),
-            update(1, 1, 0, reward_shaped=2.5, advantage=[4.0], used=False),
-            update(1, 2, 0, reward_shaped=None, advantage=[0.0, 0.0]),
-        ],
-        {},
+    columns = {"used": [True, False, None], "reward": [1.0, 2.5, None], "text": ["a", None, None]}
+    lists = {"ids": [[1, -2, 0], None, [4]], "none": pa.array([[], [], []], pa.list_(pa.int32()))}
+    pq.write_table(pa.table(columns | lists), tmp_path / "t.parquet")
+
+    def figures(condition="true"):
+        table = where(tmp_path / "t.parquet", condition)
+        return {e["column"]: tuple(e.values())[1:] for e in table.summary()}
+
+    assert figures() == {
+        "used": ("BOOLEAN", 1, 0.5, False, True, None),
+        "reward": ("DOUBLE", 1, 1.75, 1.0, 2.5, None),
+        "text": ("VARCHAR", 2, None, None, None, None),
+        "ids": ("BIGINT[]", 1, None, -2, 4, 2.0),
+        "none": ("INTEGER[]", 0, None, None, None, 0.0),
+    }
+    assert figures("reward > 1")["reward"] == ("DOUBLE", 0, 2.5, 2.5, 2.5, None)
+    assert figures("reward > 9")["used"] == ("BOOLEAN", 0, None, None, None, None)
+
+
+@pytest.mark.parametrize("name", ["a[1]*?.parquet", "it's.parquet"])
+def test_a_file_of_any_name_is_itself(tmp_path, name):
+    pq.write_table(pa.table({"x": [1]}), tmp_path / name)
+    pq.write_table(pa.table({"x": [2]}), tmp_path / "a1bc.parquet")
+    assert rows_at(tmp_path / name).first(9) == [{"x": 1}]
+
+
+@pytest.mark.parametrize(
+    ("condition", "wanted"), [("x > 1", [0, 2, 3]), ("x == null", [1]), ("y == null", [1])]
+)
+def test_lines_of_json_may_differ_in_columns_and_kinds(mixed, condition, wanted):
+    assert repr(where(mixed, condition).first(9, ["y"])) == repr(
+        [{"y": ROWS[i].get("y")} for i in wanted]
     )
-    found = {entry.name: entry for entry in Table(path).summary()}
-    assert found["reward_shaped"] == Summary("reward_shaped", "float", 1, 1.75, 1.0, 2.5)
-    assert found["used"] == Summary("used", "bool", 0, 2 / 3, False, True)
-    assert found["advantage"] == Summary(
-        "advantage", "list of float", 0, None, -2.0, 4.0, length=2.0
-    )
-    narrowed = {entry.name: entry for entry in where(path, "group > 0").summary()}
-    assert narrowed["reward_shaped"] == Summary("reward_shaped", "float", 1, 2.5, 2.5, 2.5)
-    assert narrowed["advantage"] == Summary("advantage", "list of float")
 
 
-def test_a_missing_list_does_not_count_in_the_mean_length(tmp_path):
-    pq.write_table(pa.table({"x": [[1.0, 2.0], None, [0.5, 0.5]]}), tmp_path / "t.parquet")
-    found = Table(tmp_path / "t.parquet").summary()
-    assert found == [Summary("x", "list of double", 1, None, 0.5, 2.0, length=2.0)]
+def test_cells_of_json_come_as_they_are_written(tmp_path):
+    row = {"day": "2024-01-01", "at": "2024-01-01T00:00:00Z", "ids": [1, 2], "deep": {"a": [{}]}}
+    row["messages"] = [{"role": "user", "content": "a"}, {"role": "tool", "n": 1}]
+    for name in ("t.jsonl", "t.json"):
+        lines = json.dumps(row)
+        (tmp_path / name).write_text(f"[{lines}]" if name == "t.json" else f"{lines}\n\n{lines}\n")
+        assert rows_at(tmp_path / name).first(1) == [row]
 
 
-def test_an_empty_table_is_a_table_too(tmp_path):
-    write_table(tmp_path / "e.parquet", UPDATES, [], {})
-    assert Table(tmp_path / "e.parquet").first(3) == []
-    assert Table(tmp_path / "e.parquet").summary()[0] == Summary("round", "int32", 0)
+def test_the_last_line_counts_for_the_type_of_a_column(mixed):
+    mixed.write_text('{"x": 1}\n' * 30_000 + '{"x": 1.5}\n')
+    assert rows_at(mixed).extreme(1, "x", descending=True) == [{"x": 1.5}]
 
 
-def test_a_broken_file_is_named(tmp_path):
-    (tmp_path / "t.parquet").write_bytes(b"")
-    with pytest.raises(InputError, match="t.parquet: cannot be read as a table"):
-        Table(tmp_path / "t.parquet")
+@pytest.mark.parametrize("name", ["c.csv", "c.csv.gz"])
+def test_cells_that_are_written_as_numbers_are_such(tmp_path, name):
+    write = gzip.open if name.endswith(".gz") else open
+    with write(tmp_path / name, "wt") as file:
+        file.write('step,loss,code,note\n1,0.5,007,nan\n2,,10,\n-3,2.5e-1,1_0,"a, 2024-01-01"\n')
+    assert rows_at(tmp_path / name).first(9) == [
+        {"step": 1, "loss": 0.5, "code": "007", "note": "nan"},
+        {"step": 2, "loss": None, "code": "10", "note": None},
+        {"step": -3, "loss": 0.25, "code": "1_0", "note": "a, 2024-01-01"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("t.jsonl", b'{"a": 1}\n{"a": \xff\n', "t.jsonl:2: expected UTF-8"),
+        ("t.jsonl", b'{"a": 1}\n{"a":\n', "t.jsonl:2: broken JSON"),
+        ("t.csv", b"a,b\n1,2\n3\n", "t.csv:3: 1 cells, expected 2 as in the header"),
+        ("t.json", b'[{"a": 1}, {"a"', "t.json: cannot be read as rows (Malformed JSON"),
+        ("t.parquet", b"", "t.parquet: cannot be read as rows (File '"),
+    ],
+)
+def test_a_broken_file_is_named_with_the_line_in_text(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError) as error:
+        rows_at(tmp_path / name).first(3)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_dataset_on_disk_has_rows_and_one_with_splits_lists_them(tmp_path):
+    part = datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}])
+    datasets.DatasetDict(train=part.select([2, 0]), test=part).save_to_disk(tmp_path / "d")
+    assert rows_at(tmp_path / "d") is None
+    found = {row["name"]: row["kind"] for row in listing(tmp_path / "d")}
+    assert found == {"dataset_dict.json": "figures", "test/": "rows", "train/": "rows"}
+    assert rows_at(tmp_path / "d" / "train").first(1) == [{"prompt": "c"}]
+    assert where(tmp_path / "d" / "test", "prompt > 'b'").first(9) == [{"prompt": "c"}]

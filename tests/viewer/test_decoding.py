@@ -5,30 +5,29 @@ from tokenizers import Tokenizer, decoders, models
 
 from stages.base.errors import InputError
 from stages.models.tiny import byte_tokenizer
-from stages.viewer.pieces import Pieces
+from stages.viewer.decoding import token_texts
 
 
-def test_pieces_of_a_byte_tokenizer_join_to_the_text_with_special_tokens_by_name(tmp_path):
+def test_the_texts_of_a_byte_tokenizer_join_to_a_line_with_special_tokens_by_name(tmp_path):
     tokenizer = byte_tokenizer(64)
     tokenizer.save_pretrained(tmp_path)
-    pieces = Pieces(tmp_path)
     ids = tokenizer("<|im_start|>user\na b\x1b<|im_end|>")["input_ids"]
-    assert pieces.of(ids) == ["<|im_start|>user\n", "a", " ", "b", "\x1b", "<|im_end|>"]
-    halves = pieces.of(tokenizer("é")["input_ids"])
+    texts, halves, unknown = token_texts(tmp_path, [ids, tokenizer("é")["input_ids"], [9999]])
+    assert texts == ["<|im_start|>user\n", "a", " ", "b", "\x1b", "<|im_end|>"]
     assert len(halves) == 2 and "\ufffd" not in "".join(halves)
-    assert pieces.of([9999]) == ["<9999?>"]
+    assert unknown == ["<9999?>"]
 
 
 def test_a_word_piece_keeps_the_space_before_it(tmp_path):
     core = Tokenizer(models.BPE({"\u2581a": 0, "b": 1, "\u2581": 2}, []))
     core.decoder = decoders.Metaspace()
     core.save(str(tmp_path / "tokenizer.json"))
-    assert Pieces(tmp_path).of([0, 1, 2]) == [" a", "b", " "]
+    assert token_texts(tmp_path, [[0, 1, 2]]) == [[" a", "b", " "]]
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(InputError, match="tokenizer.json: missing"):
-        Pieces(tmp_path)
+        token_texts(tmp_path, [])
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match="not a readable tokenizer"):
-        Pieces(tmp_path)
+        token_texts(tmp_path, [])

@@ -1,26 +1,31 @@
-"""Stages by their command line, in a folder of a test."""
+"""A stage run by its command line in a folder, as dvc.yaml has it, with small knobs."""
 
 import importlib
+import json
 import sys
-from contextlib import chdir
+from contextlib import chdir, nullcontext
 
 from click.testing import CliRunner
 
+from stages.base import command
 from tests.helpers.tiny import command_line, small_params, write
 
 
-def invoke(folder, stage, options=None, **knobs):
+def invoke(folder, stage, options=None, around=None, **knobs):
     """Run a stage of dvc.yaml in a folder with small knobs; `options` replace its paths."""
     script, arguments = command_line(stage)
     arguments |= options or {}
     write(folder / "params.yaml", small_params(**knobs))
     main = getattr(importlib.import_module(f"stages.{script}"), script)
     words = [word for pair in arguments.items() for word in map(str, pair)]
-    path = list(sys.path)
+    path, stop = list(sys.path), command.stop_with_parent
+    command.stop_with_parent = lambda: None  # the tests themselves must outlive what started them
     try:
-        with chdir(folder):
+        with chdir(folder), around or nullcontext():
             return CliRunner().invoke(main, words, catch_exceptions=False)
     finally:
+        # As in a process of its own: data/source is another folder in the next test.
+        command.stop_with_parent = stop
         sys.path[:] = path
         sys.path_importer_cache.pop("data/source", None)
 
@@ -40,3 +45,13 @@ def refuse(folder, stage, options=None, **knobs):
     lines = [line for line in result.output.splitlines() if line.startswith("Error: stage ")]
     assert len(lines) == 1
     return result.output[result.output.index("Error: stage ") :]
+
+
+def figures(folder, name):
+    """A stage's figures; they must be strict JSON."""
+
+    def refuse_constant(word):
+        raise AssertionError(f"{name}: {word} is not JSON")
+
+    text = (folder / "data" / "figures" / f"{name}.json").read_text()
+    return json.loads(text, parse_constant=refuse_constant)

@@ -1,0 +1,84 @@
+"""What an update did to each completion, as it stood when last trained on.
+
+Letters: N completions of the buffer, B of a micro-batch, T completion tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from stages.rl.objectives import ratio_diagnostics
+from stages.rl.targets import cut
+
+
+@dataclass(frozen=True)
+class TokenFigures:
+    """A forward pass over a micro-batch, token by token; all (B, T), 0 outside `action_mask`.
+
+    clipped  bool: the clip holds the token's gradient back
+    kl_ref   KL estimate against the reference; None without one
+    """
+
+    log_probs: Tensor
+    log_probs_old: Tensor
+    action_mask: Tensor
+    clipped: Tensor
+    entropy: Tensor
+    kl_ref: Tensor | None
+
+
+@dataclass
+class CompletionStats:
+    """Per completion, as it stood when last trained on; NaN where it never was. All (N,).
+
+    `ratios` holds new / old of each token: (T,) a completion, None where it never was trained on.
+    """
+
+    count: int
+    ratios: list[Tensor | None] = field(init=False)
+    ratio_mean: Tensor = field(init=False)
+    ratio_max: Tensor = field(init=False)
+    clipped_fraction: Tensor = field(init=False)
+    kl: Tensor = field(init=False)
+    kl_ref: Tensor = field(init=False)
+    entropy: Tensor = field(init=False)
+
+    def __post_init__(self):
+        for name in ("ratio_mean", "ratio_max", "clipped_fraction", "kl", "kl_ref", "entropy"):
+            setattr(self, name, torch.full((self.count,), torch.nan))
+        self.ratios = [None] * self.count
+
+    @torch.no_grad()
+    def note(self, batch: Sequence[int], used: Tensor, tokens: TokenFigures) -> None:
+        """Keep what a micro-batch shows of its rows; unused ones train nothing and stay NaN."""
+        mask, old = tokens.action_mask, tokens.log_probs_old
+        lengths = mask.sum(1)  # (B,)
+        figures = ratio_diagnostics(tokens.log_probs, old, tokens.clipped, mask)._asdict()
+        figures["entropy"] = tokens.entropy.sum(1) / lengths
+        if tokens.kl_ref is not None:
+            figures["kl_ref"] = tokens.kl_ref.sum(1) / lengths
+        kept = used[batch]
+        rows = torch.tensor(batch)[kept]
+        for name, figure in figures.items():
+            getattr(self, name)[rows] = figure.cpu()[kept]
+        ratios = cut((tokens.log_probs - old).exp().cpu(), lengths)
+        for row, ratio, is_used in zip(batch, ratios, kept.tolist(), strict=True):
+            if is_used:
+                self.ratios[row] = ratio
+
+
+def token_mean(row_means: Tensor, lengths: Tensor) -> float:
+    """(N,) token means of rows, (N,) lengths -> mean over all tokens; NaN rows are left out."""
+    known = ~row_means.isnan()
+    weights = torch.where(known, lengths, 0)
+    return (torch.where(known, row_means, 0.0) * weights).sum().item() / max(1, int(weights.sum()))
+
+
+def explained_variance(values: Sequence[Tensor], returns: Sequence[Tensor]) -> float | None:
+    """1 - Var(returns - values) / Var(returns) over all tokens; None if returns have no spread."""
+    values, returns = torch.cat(list(values)), torch.cat(list(returns))
+    if len(returns) < 2 or returns.max() == returns.min():
+        return None
+    return 1 - ((returns - values).var() / returns.var()).item()
