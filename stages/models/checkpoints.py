@@ -13,15 +13,15 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     PreTrainedModel,
 )
 from transformers.utils import logging
 
-from stages.base.errors import InputError
+from stages.base.errors import BadKnob, InputError
 from stages.base.trust import PICKLES, check_own, files_of
 from stages.models.compute import all_finite
-from stages.models.forward import check_head
+from stages.models.forward import check_head, find_backbone
+from stages.models.heads import scorer_class
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -82,7 +82,8 @@ def load_scorer(
     ]
     if not with_head:
         raise InputError(f"{folder}: no weight 'score.weight'; expected a reward model or critic")
-    scorer = _load(AutoModelForSequenceClassification, folder, attention, device, trust)
+    kind = scorer_class(_config(folder, trust))
+    scorer = _load(kind, folder, attention, device, trust)
     if scorer.config.num_labels != 1:
         raise InputError(f"{folder}: {scorer.config.num_labels} labels, expected one score")
     return scorer
@@ -97,7 +98,7 @@ def new_scorer(
 ) -> PreTrainedModel:
     """A scorer on a language model's weights, with a new head: from the global generator, or 0."""
     scorer = _load(
-        AutoModelForSequenceClassification,
+        scorer_class(_config(folder, trust)),
         folder,
         attention,
         device,
@@ -142,7 +143,9 @@ def _load(
             trust_remote_code=trust,
             **config,
         )
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
+        if "attention" in str(error).lower():
+            raise BadKnob("attention", _unusable(attention, error)) from error
         if f"for this kind of AutoModel: {auto.__name__}." not in str(error):
             raise
         raise InputError(
@@ -161,7 +164,13 @@ def _load(
         # What comes out of a file lies at any address, and the last bit of a product can depend on
         # it. In memory of torch's own a reloaded model computes what the saved one did.
         parameter.data = parameter.data.clone()
+    find_backbone(model)
     return model.to(device).eval()
+
+
+def _unusable(attention: str, error: Exception) -> str:
+    reason = str(error).strip().partition("\n")[0].partition(". Please")[0]
+    return f"found {attention!r}, but {reason}; eager runs with every model"
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
