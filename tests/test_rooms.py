@@ -26,6 +26,7 @@ DISK = {
     "rows/formats.py",
     "rows/readers.py",
     "sources/published.py",
+    "sources/weights.py",
     "page/page.py",  # its own template
     "viewer/models.py",
     "viewer/pieces.py",
