@@ -21,7 +21,7 @@ from stages.base.randomness import seed_everything
 from stages.knobs.prepare_model import Knobs
 from stages.models import tiny
 from stages.models.checkpoints import save_model
-from stages.sources.published import load_foreign
+from stages.sources.published import drop_balancing, load_foreign
 from stages.text.chat import stop_token_ids
 
 
@@ -76,6 +76,8 @@ def fetch(knobs: Knobs, folder: Path):
         knobs.model.trust_remote_code,
         knobs.model.ignore_pickles,
     )
+    if line := drop_balancing(model.config):
+        click.echo(line)
     return model.to(torch.float32), tokenizer
 
 

@@ -9,8 +9,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from stages.base.errors import InputError
 from stages.base.trust import check_own
 
-VOCABULARIES = ("vocab.json", "vocab.txt", "tekken.json")
+UNREADABLE = "no tokenizer can be made of its files; expected a tokenizer.json"
 RANKS = re.compile(rb"[A-Za-z0-9+/=]+ \d+\r?\n")  # a line of tiktoken's format
+NEEDED = {"tiktoken": ["tiktoken"], "sentencepiece": ["sentencepiece", "google.protobuf"]}
 
 
 def load_tokenizer(folder: Path, trust: bool = False):
@@ -21,33 +22,48 @@ def load_tokenizer(folder: Path, trust: bool = False):
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
 
 
-def published_tokenizer(source: Path, trust: bool):
-    """The fast tokenizer of a folder or GGUF file from elsewhere."""
-    if source.suffix == ".gguf":
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    else:
-        check_vocabulary(source, trust)
-        # With mistral_common installed AutoTokenizer would answer with a class of its own, without
-        # template and special tokens as all others have them.
-        auto = PreTrainedTokenizerFast if (source / "tekken.json").is_file() else AutoTokenizer
-        tokenizer = auto.from_pretrained(source, trust_remote_code=trust)
+def published_tokenizer(folder: Path, trust: bool):
+    """The fast tokenizer of a model folder from elsewhere.
+
+    A tokenizer.json comes before a tekken.json, from which AutoTokenizer makes a class of its own
+    wherever mistral_common is installed, without the template and special tokens of all others.
+    """
+    if (folder / "tekken.json").is_file() and (folder / "tokenizer.json").is_file():
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    if not trust:
+        check_vocabulary(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+    except (ImportError, ValueError) as error:
+        if "tiktoken" not in str(error):  # asked for whatever is wrong with the files
+            raise
+        raise InputError(f"{folder}: {UNREADABLE}") from error
     if not tokenizer.is_fast:
-        raise InputError(f"{source}: {type(tokenizer).__name__} is slow; expected a tokenizer.json")
+        raise InputError(f"{folder}: {type(tokenizer).__name__} is slow; expected a tokenizer.json")
     return tokenizer
 
 
-def check_vocabulary(folder: Path, trust: bool) -> None:
-    """Raise InputError where no file says which tokens there are, or its package is missing."""
+def check_vocabulary(folder: Path) -> None:
+    """Raise InputError where no file that can be read here says which tokens there are."""
     if (folder / "tokenizer.json").is_file():
         return
     models = sorted([*folder.glob("*.model"), *folder.glob("*.tiktoken")])
-    if not models and not any((folder / name).is_file() for name in VOCABULARIES) and not trust:
-        raise InputError(f"{folder}: no vocabulary; expected a tokenizer.json")
+    if not models and not list(folder.glob("vocab.*")):
+        also = " (tekken.json alone has neither template nor special tokens)"
+        found = also if (folder / "tekken.json").is_file() else ""
+        raise InputError(f"{folder}: no vocabulary{found}; expected a tokenizer.json")
     for file in models:
         with file.open("rb") as opened:
-            package = "tiktoken" if RANKS.match(opened.readline(1000)) else "sentencepiece"
-        if find_spec(package) is None:
+            kind = "tiktoken" if RANKS.match(opened.readline(1000)) else "sentencepiece"
+        if lacking := [name for name in NEEDED[kind] if not installed(name)]:
+            packages = " ".join(lacking).replace("google.", "")
             raise InputError(
-                f"{file}: reading it takes the package {package}, which is not installed (`pip"
-                f" install {package}`); expected that, or a tokenizer.json beside it"
+                f"{file}: made for {kind}, which needs `pip install {packages}`; expected that or a"
+                " tokenizer.json beside it"
             )
+
+
+def installed(module: str) -> bool:
+    """Whether Python finds a module, without importing it."""
+    package = module.partition(".")[0]
+    return find_spec(package) is not None and find_spec(module) is not None

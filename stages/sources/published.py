@@ -12,10 +12,12 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     FineGrainedFP8Config,
     GenerationConfig,
     GgufConfig,
     Mxfp4Config,
+    PretrainedConfig,
     PreTrainedModel,
 )
 
@@ -31,6 +33,7 @@ from stages.sources import weights
 FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "model*.safetensors"]
 # Quantized weights that transformers can turn into plain ones on any machine.
 DEQUANTIZED = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
+COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -70,9 +73,13 @@ def loading(source: str, trust: bool) -> Iterator[None]:
     except (InputError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        hint, words = "", " ".join(str(error).split()) or type(error).__name__
+        hint, words = "", " ".join(str(error).split())
+        if not isinstance(error, OSError | ValueError | ImportError):
+            words = f"{type(error).__name__}: {words}"
         if not trust and "trust_remote_code" in words:
             hint = "model.trust_remote_code: true would run the code that it brings along. "
+        if not Path(source).exists():
+            hint += "no such file or folder here; as a hub id: "
         words = spelled_out(words if len(words) < 400 else words[:400] + " ...")
         raise BadKnob("model.source", f"cannot load {source!r}: {hint}{words}") from error
 
@@ -80,7 +87,7 @@ def loading(source: str, trust: bool) -> Iterator[None]:
 def from_folder(source: str, folder: Path, trust: bool):
     """Model and tokenizer of a folder with safetensors weights."""
     files = weights.check_files(folder)
-    config = read_json(folder / "config.json")
+    config = object_of(folder / "config.json")
     if config.get("architectures"):
         check_causal(folder, config["architectures"])
     dtypes = weights.dtypes_of(files)
@@ -103,13 +110,21 @@ def from_folder(source: str, folder: Path, trust: bool):
     if not quantization:
         weights.check_integers(folder, model, dtypes)
     named = folder / "generation_config.json"
-    return finished(folder, model, read_json(named) if named.is_file() else {}), tokenizer
+    return finished(folder, model, object_of(named) if named.is_file() else {}), tokenizer
+
+
+def object_of(path: Path) -> dict:
+    """A published file of JSON that must hold an object."""
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: found {type(found).__name__}, expected a JSON object")
+    return found
 
 
 def dequantized(folder: Path, entry: dict):
     """The transformers config that makes quantized weights plain; InputError where none does."""
     method = entry.get("quant_method") if isinstance(entry, dict) else entry
-    if method not in DEQUANTIZED:
+    if not isinstance(method, str) or method not in DEQUANTIZED:
         raise InputError(
             f"{folder}: config.json: quantization_config: found {method!r}, expected plain weights"
             f" (or {', '.join(DEQUANTIZED)}): quantized ones cannot be trained; name the model"
@@ -123,7 +138,7 @@ def from_gguf(path: Path):
     with loading(str(path), False):
         from gguf import GGUFReader
 
-        tokenizer = published_tokenizer(path, False)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         model, info = AutoModelForCausalLM.from_pretrained(
             path.parent,
             gguf_file=path.name,
@@ -148,9 +163,39 @@ def finished(place: Path, model: PreTrainedModel, generation: dict) -> PreTraine
         delattr(config, name)
     ids = {name: generation.get(name) for name in SPECIAL_IDS}
     ids = {n: getattr(config, n, None) if value is None else value for n, value in ids.items()}
+    if odd := {name: value for name, value in ids.items() if not is_ids(value)}:
+        raise InputError(f"{place}: found {odd}, expected ids of tokens")
     model.generation_config = GenerationConfig(**ids)
-    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None:
+        raise InputError(
+            f"{place}: {type(model).__name__} has no head, expected one over its tokens"
+        )
+    if head.weight is not embedding.weight:
         config.tie_word_embeddings = False  # as its files hold both, whatever config.json says
     model = model.to(torch.float32)
     learn_padding(model)
     return model
+
+
+def is_ids(value: object) -> bool:
+    """Whether a special id of a config is one: none, a whole number, or a list of them."""
+    return value is None or all(type(v) is int for v in (value if type(value) is list else [value]))
+
+
+def drop_balancing(config: PretrainedConfig) -> str | None:
+    """Switch the router's balancing loss off; a line that says so where a config asks for it.
+
+    It is summed over a whole forward pass of the language model, with its logits; what is trained
+    here are sums over chosen tokens.
+    """
+    text = config.get_text_config(decoder=True)
+    if not getattr(text, "output_router_logits", False):
+        return None
+    text.output_router_logits = False
+    names = [name for name in COEFFICIENTS if getattr(text, name, None)]
+    weight = ", ".join(f"{name}: {getattr(text, name)}" for name in names)
+    return (
+        f"model.source: its config asks for a loss that balances the experts (output_router_logits;"
+        f" {weight or 'no coefficient'}), which no stage here trains; it is switched off"
+    )

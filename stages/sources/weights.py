@@ -22,6 +22,7 @@ SAME_AGAIN = re.compile(r"consolidated.*\.safetensors")
 ADAPTER = re.compile(r"adapter_config\.json|.*(adapter|lora).*\.(safetensors|npz|bin|pt)", re.I)
 FLOATS = {"F64", "F32", "F16", "BF16"}
 LOW = ("F8", "F6", "F4")
+SCALES = ("_scale_inv", "_scale")
 # What wraps a model in training and then stands in the names of its weights.
 WRAPPERS = re.compile(
     r"(^|\.)(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_model"
@@ -88,13 +89,19 @@ def dtypes_of(files: Iterable[Path]) -> dict[str, str]:
 
 
 def check_dtypes(folder: Path, dtypes: Mapping[str, str], quantized: bool) -> None:
-    """Raise InputError for numbers of 8 bits and fewer whose scales config.json does not name."""
-    low = sorted(name for name, dtype in dtypes.items() if dtype.startswith(LOW))
-    if low and not quantized:
+    """Raise InputError for numbers of 8 bits and fewer without the scales that make them weights.
+
+    quantized  whether config.json has a quantization entry, without which scales are not read
+    """
+    low = {name for name, dtype in dtypes.items() if dtype.startswith(LOW)}
+    bare = {n for n in low if not any(f"{n}{scale}" in dtypes for scale in SCALES)}
+    if found := bare if quantized else low:
+        lacks = (
+            "no scales lie beside them" if quantized else "config.json has no quantization_config"
+        )
         raise InputError(
-            f"{folder}: {few(low)}: {dtypes[low[0]]} weights, but config.json has no"
-            " quantization_config that says how to scale them; expected float32, bfloat16 or"
-            " float16 weights, or that entry"
+            f"{folder}: {few(found)}: {dtypes[min(found)]} weights, but {lacks}; expected float32,"
+            " bfloat16 or float16 weights, or 8 bits with their scales and that entry"
         )
 
 
