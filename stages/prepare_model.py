@@ -27,7 +27,7 @@ from stages.models.checkpoints import load_policy, save_model
 from stages.models.forward import ROUTE, Route, positions_of
 from stages.models.heads import check_scorer
 from stages.rollouts.guard import find_route
-from stages.sources.published import load_foreign
+from stages.sources.published import drop_balancing, load_foreign
 from stages.text.chat import stop_token_ids
 
 
@@ -87,6 +87,8 @@ def fetch(knobs: Knobs, folder: Path):
         knobs.model.trust_remote_code,
         knobs.model.ignore_pickles,
     )
+    if line := drop_balancing(model.config):
+        click.echo(line)
     return model.to(torch.float32), tokenizer
 
 
