@@ -40,7 +40,6 @@ def settings(loss: str, **options) -> Settings:
             "kl_placement": objective.kl_placement,
             "clip": Clip(0.2, 0.2, 1.0, 1.05),
             "clip_eps_val": 0.2,
-            "vf_coef": 0.5,
             "gamma": 1.0,
             "lam": 0.95,
             "beta": 0.0,
@@ -315,7 +314,6 @@ def test_the_critic_has_the_loss_and_the_gradient_of_slow_plain_passes(make, mak
             wanted = made.targets.returns[i][t].item()
             clipped = old + (value - old).clamp(-0.2, 0.2)
             total = total + 0.5 * max((value - wanted) ** 2, (clipped - wanted) ** 2) / 23
-    total = 0.5 * total
     total.backward()
     assert made.records[0].critic.loss == pytest.approx(total.item(), rel=1e-4)
     assert made.records[0].critic.grad_norm == pytest.approx(norm_of(critic), rel=1e-3)
@@ -455,11 +453,46 @@ def test_groups_without_spread_move_nothing():
     assert same_weights(weights_of(policy), before)
 
 
-def test_a_loss_that_is_not_finite_stops_the_round():
+@pytest.mark.parametrize("loss", ["grpo", "ppo", "gspo"])
+def test_a_loss_that_is_not_finite_stops_the_round_with_its_row(loss):
+    rows = make_buffer(llama(), [1.0, 0.0, 0.25, 0.75, 0.0, 1.0], [3, 1, 8, 2, 4, 5])
+    rows[3]["log_probs_old"][1] = math.nan
+    with pytest.raises(NonFinite, match="^group 1, sample 1: the loss is nan; nonfinite: stop"):
+        run(loss, rows, train_batch_size=2, batch_acc=3)
+
+
+def test_a_value_loss_that_is_not_finite_stops_the_round_with_its_row():
     rows = make_buffer(llama(), **SIX)
-    rows[2]["log_probs_old"][3] = math.nan
-    with pytest.raises(NonFinite):
-        run("grpo", rows, train_batch_size=2, batch_acc=3)
+    rows[4]["values_old"][1] = math.nan
+    with pytest.raises(NonFinite, match="^group 2, sample 0: the loss is nan; nonfinite: stop"):
+        run("ppo", rows, gamma=0.0, lam=0.0)
+
+
+@each_objective
+@pytest.mark.parametrize("nonfinite", ["stop", "skip"])
+def test_n18_junk_in_an_unscorable_row_is_as_if_the_row_were_not_there(loss, nonfinite):
+    """Its mates of the same micro-batch are trained on, and nothing is skipped."""
+    rewards = [1.0, 0.0, None, 0.25, None, 0.75]
+    rows, junk = (make_buffer(llama(), rewards, SIX["lengths"], size=3) for _ in "ab")
+    for i in (2, 4):
+        junk[i]["log_probs_old"][0], junk[i]["log_probs_ref"][0] = -200.0, 300.0
+        junk[i]["values_old"][0] = 1e30
+    options = {"beta": 0.2, "train_batch_size": 3, "nonfinite": nonfinite, "ppo_epochs": 2}
+    wanted, got = run(loss, rows, **options), run(loss, junk, **options)
+    assert got.records == wanted.records and same_weights(got.weights(), wanted.weights())
+    assert [record.policy.skipped for record in got.records] == [0] * 4
+
+
+@each_objective
+@pytest.mark.parametrize("nonfinite", ["stop", "skip"])
+def test_n18_one_overflowing_ratio_neither_stops_a_round_nor_outweighs_it(loss, nonfinite):
+    for row in range(6):
+        rows = make_buffer(llama(), [1.0, 0.0, 0.5, 0.5, 0.0, 1.0], SIX["lengths"])
+        rows[row]["log_probs_old"][0] = -200.0
+        made = run(loss, rows, train_batch_size=2, batch_acc=3, nonfinite=nonfinite)
+        assert made.records[0].policy.skipped == 0
+        assert abs(made.records[0].policy.loss) < 300 and made.records[0].policy.grad_norm < 1000
+        assert all(weight.isfinite().all() for weight in made.weights().values())
 
 
 def test_under_skip_the_other_micro_batches_are_trained_on_and_the_bad_one_counted():
@@ -494,7 +527,7 @@ def test_old_values_stay_the_buffers_over_all_epochs():
     critic = llama_scorer(seed=7)
     with torch.no_grad():
         critic.score.weight.zero_()
-    options = {"lam": 1.0, "vf_coef": 1.0, "ppo_epochs": 30, "lr_critic": 3e-3, "lr": 1e-5}
+    options = {"lam": 1.0, "ppo_epochs": 30, "lr_critic": 3e-3, "lr": 1e-5}
     made = Run(policy, critic, rows, settings("ppo", **options))
     losses = [record.critic.loss for record in made.records]
     assert losses[0] == pytest.approx(0.5)
