@@ -631,6 +631,65 @@ def test_all_groups_dropped_by_dynamic_sampling_is_a_clear_failure(copy):
     assert not (copy / "data" / "rollouts" / "round-1.parquet").exists()
 
 
+def prompts_with_answers(folder, answers):
+    """The task's prompts, the first `answers` of them with their answers and no other."""
+    path = folder / "data" / "source" / "some.jsonl"
+    found = lines(folder / "data" / "task" / "prompts.jsonl")[:4]
+    kept = [
+        {"prompt": r["prompt"]} | ({"answer": "x"} if i < answers else {})
+        for i, r in enumerate(found)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    return {"prompts__dataset": "data/source/some.jsonl", "verifier": "always_right:check"}
+
+
+ALWAYS_RIGHT = "def check(text, answer, entry):\n    return None if answer is None else 1.0\n"
+
+
+@pytest.mark.parametrize(("answers", "accuracy"), [(2, 1.0), (0, None)])
+def test_n21_accuracy_is_over_what_can_be_scored(copy, answers, accuracy):
+    (copy / "data" / "source" / "always_right.py").write_text(ALWAYS_RIGHT)
+    knobs = prompts_with_answers(copy, answers)
+    succeed(copy, "rollout@1", **knobs)
+    assert figures(copy, "rollout/1")["accuracy"] == accuracy
+    asked = {f"evaluate__{key.partition('__')[2]}": knobs[key] for key in ("prompts__dataset",)}
+    verifier = {"verifier": knobs["verifier"], "evaluate__split": "train"}
+    succeed(copy, "evaluate@1", **asked, **verifier)
+    for name in ("accuracy_sampled", "accuracy_greedy", "reward_correctness"):
+        assert figures(copy, "evaluate/1")[name] == accuracy
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (0, "all 4 groups were dropped by dynamic_sampling: their prompts have no answer that the"),
+        (
+            3,
+            "1 have no answer that the verifier can check; expected prompts with answers; of the"
+            " other 3 the completions are all right or all wrong; raise dynamic_sampling",
+        ),
+    ],
+)
+def test_n21_groups_that_nothing_can_score_are_not_called_right_or_wrong(copy, answers, expected):
+    (copy / "data" / "source" / "always_right.py").write_text(ALWAYS_RIGHT)
+    message = refuse(copy, "rollout@1", dynamic_sampling=1, **prompts_with_answers(copy, answers))
+    assert expected in message
+    assert (answers == 0) == ("all right or all wrong" not in message)
+
+
+def test_n21_groups_without_any_reward_count_in_no_share(copy):
+    """Of four groups one has no reward, one is all alike, two have spread."""
+
+    def change(row):
+        if row["group"] < 2:
+            return {"reward": None if row["group"] == 0 else 0.5}
+        return {"reward": float(row["sample"])}
+
+    rewritten(copy, change)
+    succeed(copy, "optimize@1")
+    assert figures(copy, "optimize/1")["groups_without_spread"] == pytest.approx(1 / 3)
+
+
 FIRST_SAMPLE_WINS = """
 seen = {}
 
