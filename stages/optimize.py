@@ -19,16 +19,19 @@ import torch
 
 from stages.base import params
 from stages.base.command import Stage, paths, progress, say
+from stages.base.contents import check_contents, check_provenance, check_vocabulary
 from stages.base.errors import InputError
 from stages.base.metrics import Means, write_json
-from stages.base.tables import BUFFERS, UPDATES, Rows, random_access, read_provenance, write_table
+from stages.base.tables import BUFFERS, UPDATES, Rows, random_access, write_table
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.optimize import Knobs
 from stages.models.checkpoints import load_policy, load_scorer, new_scorer
 from stages.models.compute import accelerator as make_accelerator
+from stages.models.compute import vocabulary_of
 from stages.models.trainer_state import TrainerState, load_optimizer, load_trainer, save_policy
 from stages.rl.advantages import has_spread, rows_of_groups
 from stages.rl.epochs import Learner, Round, StepRecord
+from stages.rl.kl import FITTING
 from stages.rl.objectives import OBJECTIVES, Clip
 from stages.rl.stats import CompletionStats, explained_variance, token_mean
 from stages.rl.targets import Settings, Targets, make_targets
@@ -52,10 +55,13 @@ def optimize(
     """Optimize the policy over one buffer."""
     knobs = params.load(Knobs)
     settings = make_settings(knobs, round_number)
+    largest = check_contents(buffer, BUFFERS)
+    cursor = check_provenance(buffer, "prompt_cursor")["prompt_cursor"]
     with random_access(buffer, BUFFERS) as rows:
         targets = checked_targets(buffer, rows, settings, knobs)
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         learner, state = load_learner(start, reward_model, knobs, accelerator.device)
+        check_vocabulary(buffer, largest, vocabulary_of(learner.policy), start)
         learning = Round(accelerator, learner, rows, targets, settings)
         with tracking(f"optimize-{round_number}", knobs.model_dump(), curve) as log:
             steps = take_steps(learning, state.step, knobs, log)
@@ -68,7 +74,7 @@ def optimize(
         write_table(updates, UPDATES, changes, provenance)
     state = TrainerState(
         step=state.step + len(steps),
-        prompt_cursor=read_provenance(buffer)["prompt_cursor"],
+        prompt_cursor=cursor,
         rounds=[*state.rounds, round_number],
     )
     tokenizer = load_tokenizer(start, knobs.model.trust_remote_code)
@@ -115,16 +121,21 @@ def warn_of_stale_steps(knobs: Knobs, settings: Settings, steps: int) -> None:
 
 
 def make_settings(knobs: Knobs, round_number: int) -> Settings:
-    """Knobs -> plain values; `default` becomes what the objective says."""
+    """Knobs -> plain values; `default` becomes what the objective or the KL's place says."""
     objective = OBJECTIVES[knobs.loss]
-    aggregation, placement = knobs.loss_aggregation, knobs.kl_placement
+
+    def chosen(value: str, default: str) -> str:
+        return default if value == "default" else value
+
+    placement = chosen(knobs.kl_placement, objective.kl_placement)
     same = set(Settings.__dataclass_fields__) & set(Knobs.model_fields)
     values = {name: getattr(knobs, name) for name in same} | {
-        "kl_placement": objective.kl_placement if placement == "default" else placement,
+        "kl_placement": placement,
+        "kl_estimator": chosen(knobs.kl_estimator, FITTING[placement][0]),
     }
     return Settings(
         objective=objective,
-        aggregation=objective.aggregation if aggregation == "default" else aggregation,
+        aggregation=chosen(knobs.loss_aggregation, objective.aggregation),
         clip=Clip(knobs.clip_eps_lo, knobs.clip_eps_hi, knobs.tau_pos, knobs.tau_neg),
         round_number=round_number,
         **values,
@@ -202,7 +213,7 @@ def round_figures(
     """The round's figures; each is defined in docs/metrics.md."""
     used, lengths, means = targets.used, targets.lengths, Means()
     groups = rows_of_groups(targets.groups, used)
-    flat = [not has_spread(targets.rewards[rows]) for rows in groups]
+    flat = [not has_spread(targets.rewards[rows]) for rows in groups if len(rows)]
     advantages = torch.cat(scorable(targets.advantages, used))
     for step in steps:
         means.add(**{name: step[name] for name in ("loss", "grad_norm", "value_loss")})

@@ -17,6 +17,7 @@ import torch
 from stages.base import params
 from stages.base.chunks import chunks
 from stages.base.command import Stage, paths, progress, say
+from stages.base.contents import check_contents, check_vocabulary
 from stages.base.files import replacing
 from stages.base.metrics import write_json
 from stages.base.randomness import seed_everything
@@ -25,6 +26,7 @@ from stages.base.tokenizers import load_tokenizer
 from stages.knobs.train_rm import Knobs
 from stages.models.checkpoints import new_scorer, save_model
 from stages.models.compute import accelerator as make_accelerator
+from stages.models.compute import vocabulary_of
 from stages.models.scorers import scores
 from stages.training.batching import pair_lengths
 from stages.training.bradley_terry import (
@@ -48,10 +50,13 @@ def train_rm(
     """Train the reward model and validate it on held-out prompts."""
     knobs = params.load(Knobs)
     trust = knobs.model.trust_remote_code
+    largest = {path: check_contents(path, PAIRS) for path in (train_path, validation)}
     with random_access(train_path, PAIRS) as rows, random_access(validation, PAIRS) as held_out:
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         seed_everything(knobs.seed, "train_rm", "head")
         scorer = new_scorer(sft, knobs.attention, accelerator.device, trust)
+        for path, found in largest.items():
+            check_vocabulary(path, found, vocabulary_of(scorer), sft)
         with tracking("train_rm", knobs.model_dump(), curve) as log:
             steps = train(accelerator, scorer, rows, knobs, log)
         check_weights(scorer, "models/rm")

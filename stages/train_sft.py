@@ -15,6 +15,7 @@ import torch
 
 from stages.base import params
 from stages.base.command import Stage, paths, progress, say
+from stages.base.contents import check_contents, check_vocabulary
 from stages.base.files import replacing
 from stages.base.metrics import write_json
 from stages.base.tables import SFT, random_access
@@ -22,6 +23,7 @@ from stages.base.tokenizers import load_tokenizer
 from stages.knobs.train_sft import Knobs
 from stages.models.checkpoints import load_policy, save_model
 from stages.models.compute import accelerator as make_accelerator
+from stages.models.compute import vocabulary_of
 from stages.training.sft import micro_batch_loss, predicted
 from stages.training.steps import check_weights
 from stages.training.supervised import Fit, Recipe
@@ -34,9 +36,11 @@ def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> 
     """Fine-tune the base model on labelled tokens."""
     knobs = params.load(Knobs)
     trust = knobs.model.trust_remote_code
+    largest = check_contents(data, SFT)
     with random_access(data, SFT) as rows:
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         policy = load_policy(base, knobs.attention, accelerator.device, trust)
+        check_vocabulary(data, largest, vocabulary_of(policy), base)
         with tracking("train_sft", knobs.model_dump(), curve) as log:
             steps = train(accelerator, policy, rows, knobs, log)
         check_weights(policy, "models/sft")

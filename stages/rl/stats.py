@@ -51,22 +51,19 @@ class CompletionStats:
         self.ratios = [None] * self.count
 
     @torch.no_grad()
-    def note(self, batch: Sequence[int], used: Tensor, tokens: TokenFigures) -> None:
-        """Keep what a micro-batch shows of its rows; unused ones train nothing and stay NaN."""
+    def note(self, batch: Sequence[int], tokens: TokenFigures) -> None:
+        """Keep what a micro-batch shows of its rows."""
         mask, old = tokens.action_mask, tokens.log_probs_old
         lengths = mask.sum(1)  # (B,)
         figures = ratio_diagnostics(tokens.log_probs, old, tokens.clipped, mask)._asdict()
         figures["entropy"] = tokens.entropy.sum(1) / lengths
         if tokens.kl_ref is not None:
             figures["kl_ref"] = tokens.kl_ref.sum(1) / lengths
-        kept = used[batch]
-        rows = torch.tensor(batch)[kept]
         for name, figure in figures.items():
-            getattr(self, name)[rows] = figure.cpu()[kept]
+            getattr(self, name)[torch.tensor(batch)] = figure.cpu()
         ratios = cut((tokens.log_probs - old).exp().cpu(), lengths)
-        for row, ratio, is_used in zip(batch, ratios, kept.tolist(), strict=True):
-            if is_used:
-                self.ratios[row] = ratio
+        for row, ratio in zip(batch, ratios, strict=True):
+            self.ratios[row] = ratio
 
 
 def token_mean(row_means: Tensor, lengths: Tensor) -> float:
