@@ -44,6 +44,7 @@ REASONING_TAGS = {
     "[/THINK]": "[THINK]",
 }
 OTHER_CALL = "call_number_{}_of_this_row"
+OTHER_REASONING = "reasoning_of_this_row"
 
 
 class WithTools:
@@ -154,6 +155,16 @@ def adapt(tokenizer, messages: list[Message]) -> list[Message]:
     return [_with_opening_tag(tokenizer, message) for message in messages]
 
 
+def check_reasoning_shown(tokenizer, messages: list[Message]) -> None:
+    """Unusable where the template leaves out what the last message, an answer, says in reasoning.
+
+    That of earlier turns is left out by design of many templates.
+    """
+    other = _with_reasoning(messages[-1], OTHER_REASONING)
+    if other != messages[-1] and OTHER_REASONING not in render(tokenizer, [*messages[:-1], other]):
+        raise Unusable("the chat template does not show reasoning")
+
+
 def mark_for(text: str) -> str:
     """A character that does not occur in the text."""
     return next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in text)
@@ -225,6 +236,18 @@ def _check_calls_shown(tokenizer, messages: list[Message]) -> None:
     text = render(tokenizer, [_with_functions(message, other) for message in messages])
     if not all(OTHER_CALL.format(number) in text for number in range(next(numbers))):
         raise Unusable("the chat template does not show tool calls")
+
+
+def _with_reasoning(message: Message, word: str) -> Message:
+    """The message with `word` in place of its reasoning, in a field or between tags."""
+    fields = {key: word for key in REASONING_FIELDS if str(message.get(key) or "").strip()}
+    content = message["content"]
+    for closing, opening in REASONING_TAGS.items():
+        before, found, after = content.partition(closing)
+        plan = before.rpartition(opening)[2].strip()
+        if found and plan:
+            content = before[: before.rindex(plan)] + word + closing + after
+    return {**message, **fields, "content": content}
 
 
 def _calling(word: str) -> Message:

@@ -167,6 +167,25 @@ SYSTEMS = [
 ]
 
 
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
+def test_n13_marks_of_turns_that_are_not_to_be_trained_come_along_in_every_layout(mark):
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **mark}]
+    shares = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", **mark}]
+    rows = [
+        {"messages": turns},
+        {"messages": shares},
+        {"conversations": shares},
+        {"conversations": turns},
+        {"prompt": turns[:1], "completion": turns[1:]},
+        {"prompt": "q", "completion": shares[1:]},
+    ]
+    for row in rows:
+        assert only("sft", row)[1] == SftRow(messages=turns)
+    call = {"from": "function_call", "value": '{"name": "f", "arguments": {}}', **mark}
+    turn = only("sft", {"conversations": [shares[0], call]})[1].messages[1]
+    assert turn | mark == turn
+
+
 @pytest.mark.parametrize(("kind", "row"), SYSTEMS)
 def test_a_system_column_opens_the_conversation_in_every_format(kind, row):
     def opening(system):
