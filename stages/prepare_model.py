@@ -22,6 +22,7 @@ from stages.knobs.prepare_model import Knobs
 from stages.models import tiny
 from stages.models.checkpoints import load_foreign, save_model
 from stages.text.chat import stop_token_ids
+from stages.text.templates import record_template
 
 
 @click.command(cls=Stage)
@@ -30,6 +31,7 @@ def prepare_model(source: Path, out: Path) -> None:
     """Make or fetch the base model."""
     knobs = params.load(Knobs)
     model, tokenizer = make_tiny(knobs) if knobs.model.source == "tiny" else fetch(knobs, source)
+    record_template(tokenizer, knobs.model.date, knobs.model.template_options)
     set_padding(tokenizer)
     stops = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     model.generation_config.eos_token_id = stops

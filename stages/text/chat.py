@@ -222,7 +222,7 @@ def encode_pairs(
 
 
 def _trained_turns(messages, train_on: TrainOn, stops: Stops) -> tuple[list[Message], list[int]]:
-    """The messages up to the last answer, and the turns that are trained; with "all" no certain ones."""
+    """The messages up to the last answer, and its trained turns; for "all" none stands out."""
     if train_on == "all":
         if not all(map(may_train, messages)):
             raise Unusable("a message with weight 0 or train false, but train_on is all")
