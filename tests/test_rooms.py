@@ -20,6 +20,7 @@ DISK = {
     "base/files.py",
     "base/metrics.py",
     "base/params.py",
+    "text/positions.py",
     "base/tables.py",
     "base/tokenizers.py",
     "base/trust.py",
