@@ -20,6 +20,7 @@ DISK = {
     "base/files.py",
     "base/metrics.py",
     "base/params.py",
+    "base/scratch.py",
     "base/tables.py",
     "base/tokenizers.py",
     "base/trust.py",
