@@ -31,6 +31,7 @@ DISK = {
     "rows/readers.py",
     "sources/published.py",
     "page/excerpts.py",
+    "sources/weights.py",
     "page/page.py",  # its own template
     "viewer/decoding.py",
     "viewer/models.py",

@@ -1,6 +1,17 @@
 """Knobs of `prepare_model`."""
 
-from stages.base.knobs import Revision, Section, Seed, Trust, flag, number, text, whole
+from stages.base.knobs import (
+    Attention,
+    MaxNewTokens,
+    Revision,
+    Section,
+    Seed,
+    Trust,
+    flag,
+    number,
+    text,
+    whole,
+)
 
 
 class Model(Trust):
@@ -24,4 +35,6 @@ class Model(Trust):
 
 class Knobs(Section):
     seed: Seed
+    attention: Attention
+    max_new_tokens: MaxNewTokens
     model: Model
