@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from stages.base.environment import save_seconds
 from stages.base.scratch import State, Work, drop_states, load_state, save_state
 
-Models = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]
+Models = Mapping[str, tuple[torch.optim.Optimizer, nn.Module]]
 
 
 class Saver:
@@ -26,29 +26,32 @@ class Saver:
 
     def __init__(self, work: Work):
         self.work, self.seconds = work, save_seconds()
-        self._last, self._signal = time.monotonic(), None
+        self._began = self._last = time.monotonic()
+        self._signal = None
 
     def found(self) -> State | None:
         """The state that a cut-off run of the same work left, said in one line."""
         state = load_state(self.work) if self.seconds else None
         if state:
+            self._began -= state.values["seconds"]
             minutes = state.values["seconds"] / 60
             click.echo(
                 f"{self.work.stage}: goes on after step {state.step} ({minutes:.1f} min saved)"
             )
         return state
 
-    def after_step(self, step: int, seconds: float, state: Callable[[], tuple[dict, dict]]) -> None:
-        """Save, where it is time, what `state()` gives: tensors and plain values.
+    def after_step(self, step: int, tensors: Callable[[], dict], values: dict) -> None:
+        """Save, where it is time: what `tensors()` gives, and plain values.
 
         After a signal the state is saved and the stage ends.
         """
         if not self.seconds:
             return
-        if self._signal is None and time.monotonic() - self._last < self.seconds:
+        now = time.monotonic()
+        if self._signal is None and now - self._last < self.seconds:
             return
-        tensors, values = state()
-        save_state(self.work, State(step, tensors, values | {"seconds": seconds}))
+        values = values | {"seconds": now - self._began}
+        save_state(self.work, State(step, tensors(), values))
         self._last = time.monotonic()
         if self._signal is not None:
             raise SystemExit(128 + self._signal)
@@ -98,7 +101,7 @@ def tensors_of(models: Models) -> dict[str, Tensor]:
     found = {"random/cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         found["random/cuda"] = torch.cuda.get_rng_state()
-    for name, (model, optimizer) in models.items():
+    for name, (optimizer, model) in models.items():
         for key, weight in model.named_parameters():
             found[f"{name}/weight/{key}"] = weight.detach()
             for entry, value in optimizer.state.get(weight, {}).items():
@@ -112,10 +115,16 @@ def restore(models: Models, tensors: Mapping[str, Tensor]) -> None:
     torch.set_rng_state(tensors["random/cpu"])
     if "random/cuda" in tensors:
         torch.cuda.set_rng_state(tensors["random/cuda"])
-    for name, (model, optimizer) in models.items():
+    for name, (optimizer, model) in models.items():
         for key, weight in model.named_parameters():
             weight.copy_(tensors[f"{name}/weight/{key}"])
             for entry in ("step", "exp_avg", "exp_avg_sq"):
                 if (value := tensors.get(f"{name}/{entry}/{key}")) is not None:
                     # The step count too: the fused AdamW wants it beside the weights.
                     optimizer.state[weight][entry] = value.to(weight.device, copy=True)
+
+
+def parts_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with `name/`, without it."""
+    start = f"{name}/"
+    return {key.removeprefix(start): t for key, t in tensors.items() if key.startswith(start)}

@@ -1,8 +1,8 @@
 """The loop of SFT and reward model: epochs of optimizer steps over rows, one record a step."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -80,11 +80,10 @@ class Fit:
         """
         recipe, plan = self.recipe, self.plan()
         optimizer = adamw(self.model, recipe.lr, recipe.weight_decay)
-        models = {"model": (self.model, optimizer)}
+        models = {"model": (optimizer, self.model)}
         seed_everything(recipe.seed, recipe.stage, "dropout")
         found = saver.found() if saver else None
         records = found.values["records"] if found else []
-        began = time.monotonic() - (found.values["seconds"] if found else 0)
         if found:
             restore(models, found.tensors)
         self.model.train()
@@ -93,8 +92,7 @@ class Fit:
             records.append(self._step(optimizer, step, done, len(plan), records[-1:]))
             yield records[-1]
             if saver:
-                state = lambda: (tensors_of(models), {"records": records})  # noqa: E731
-                saver.after_step(len(records), time.monotonic() - began, state)
+                saver.after_step(len(records), partial(tensors_of, models), {"records": records})
         self.model.eval()
 
     def _step(self, optimizer, step: list[list[int]], done: int, total: int, last: list) -> dict:
