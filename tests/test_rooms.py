@@ -21,6 +21,7 @@ DISK = {
     "base/metrics.py",
     "base/params.py",
     "text/positions.py",
+    "base/scratch.py",
     "base/tables.py",
     "base/tokenizers.py",
     "base/trust.py",

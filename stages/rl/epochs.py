@@ -62,19 +62,25 @@ class Round:
     def __post_init__(self):
         object.__setattr__(self, "stats", CompletionStats(len(self.rows)))
 
-    def steps(self, done: int) -> Iterator[StepRecord]:
+    def steps(self, done: int, taken: int = 0) -> Iterator[StepRecord]:
         """Yield a record per optimizer step; `done` updates were taken before this round.
 
-        Rows are reshuffled in each epoch; after an epoch whose mean KL to the old policy is above
-        `target_kl` no further one starts. Raises `NonFinite`, naming the row, for a loss that is
-        not finite, unless settings say skip.
+        The first `taken` steps of the round are passed over: a run that was cut off took them, and
+        models and stats are as it left them. Rows are reshuffled in each epoch; after an epoch
+        whose mean KL to the old policy is above `target_kl` no further one starts. Raises
+        `NonFinite`, naming the row, for a loss that is not finite, unless settings say skip.
         """
-        limit = self.settings.target_kl
+        limit, left = self.settings.target_kl, taken
         for epoch in range(self.settings.ppo_epochs):
             for batches in self._plan(epoch):
-                with self.accelerator.autocast():
-                    yield self._step(epoch, batches, done)
+                if left:
+                    left -= 1
+                else:
+                    with self.accelerator.autocast():
+                        yield self._step(epoch, batches, done)
                 done += 1
+            if left:
+                continue  # the stats are those of a later epoch
             if limit is not None and token_mean(self.stats.kl, self.targets.lengths) > limit:
                 return
 
