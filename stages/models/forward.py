@@ -277,7 +277,11 @@ def _cut_out(
 
 def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """(..., D) -> (..., V): the language model's head on chosen states, as its own forward does."""
-    config, logits = model.config, model.get_output_embeddings()(hidden)
+    return finished(model.config, model.get_output_embeddings()(hidden))
+
+
+def finished(config, logits: Tensor) -> Tensor:
+    """(..., V) -> (..., V): what a model does to the product of states and head, by its config."""
     if scaling := getattr(config, "logits_scaling", None):
         logits = logits / scaling
     if scale := getattr(config, "logit_scale", None):
