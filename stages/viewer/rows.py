@@ -32,7 +32,7 @@ READERS = {
 LARGE = 1 << 28  # bytes; of a larger file the first rows alone tell the types of its columns
 FRACTIONS = ("FLOAT", "DOUBLE")
 WORD = re.compile(
-    r"'(?:[^']|'')*'|\"[^\"]*\"|(==|=|!=|<>|[<>]=?)\s*null\b|~|\b[a-z_]\w*\b(?!\s*\()",
+    r"'(?:[^']|'')*'|\"[^\"]*\"|(==|=|!=|<>|[<>]=?)\s*null\b|~|\b[a-z_]\w*\b",
     re.IGNORECASE,
 )
 
