@@ -24,6 +24,7 @@ DISK = {
     "models/checkpoints.py",
     "rows/formats.py",
     "rows/readers.py",
+    "page/excerpts.py",
     "page/page.py",  # its own template
     "viewer/decoding.py",
     "viewer/models.py",
