@@ -171,7 +171,8 @@ def show_tokens(out, table: Rows, chosen: dict, colour: str, tokenizer: Path | N
         raise InputError(f"{table.path}: no {colour} of the tokens; there are {', '.join(known)}")
     texts = token_texts(tokenizer or tokenizer_folder(table), [part.ids for part in parts])
     texts = [[spelled_out(token) for token in part] for part in texts]
-    head = {name: text.cell(x) for name, x in row.items() if not isinstance(x, list | str)}
+    plain = {name: x for name, x in row.items() if not isinstance(x, list | str)}
+    head = text.shown([plain], full=False)[0]
     file = {"file": row["file"]} if "file" in row else {}
     text.print_record(out, {"first of": f"{table.count():,} rows"} | file | head)
     out.print()
