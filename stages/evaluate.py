@@ -13,21 +13,20 @@ import sys
 from pathlib import Path
 
 import click
-import torch
 
 from stages.base import params
 from stages.base.chunks import chunks
 from stages.base.command import Stage, paths, progress, say
-from stages.base.metrics import write_json
+from stages.base.metrics import Means, write_json
 from stages.base.tables import EVALUATIONS, write_table
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.evaluate import Knobs
 from stages.models.checkpoints import load_policy
 from stages.models.compute import accelerator as make_accelerator
-from stages.rollouts.engine import Prompt
+from stages.rollouts.engine import Prompt, draws_of, groups_at_once, sample_groups, stop_ids
 from stages.rollouts.prompts import context_limit, load_prompts, reward_columns
 from stages.rollouts.rewards import Rules, find_verifier
-from stages.rollouts.sampling import Completion, Sampling, sample, uniforms
+from stages.rollouts.sampling import Completion, Sampling
 
 
 @click.command(cls=Stage)
@@ -43,21 +42,21 @@ def evaluate(policy: Path, task: Path, source: Path, out: Path, figures: Path) -
     model = load_policy(policy, knobs.attention, accelerator.device, trust)
     limit = context_limit(model, knobs.max_new_tokens)
     prompts, intake = load_prompts(knobs.evaluate, task, tokenizer, limit, knobs.seed)
-    tally = {"greedy": Answers(), "sampled": Answers()}
+    greedy, sampled = Means(), Means()
 
     def rows():
         with accelerator.autocast():
             for row in answer_rows(model, tokenizer, verify, prompts, knobs):
-                tally["greedy" if row["greedy"] else "sampled"].add(row)
+                (greedy if row["greedy"] else sampled).add(**checked(row))
                 yield row
 
     write_table(out, EVALUATIONS, rows(), {"stage": "evaluate", "policy": str(policy)})
     found = {
-        "accuracy_sampled": tally["sampled"].accuracy(),
-        "accuracy_greedy": tally["greedy"].accuracy(),
-        "reward_correctness": tally["sampled"].mean("score"),
-        "length": tally["sampled"].mean("length"),
-        "finished": tally["sampled"].mean("finished"),
+        "accuracy_sampled": sampled.of("accuracy"),
+        "accuracy_greedy": greedy.of("accuracy"),
+        "reward_correctness": sampled.of("score"),
+        "length": sampled.of("length"),
+        "finished": sampled.of("finished"),
         "prompts": intake.figures(),
     }
     write_json(figures, found)
@@ -66,29 +65,26 @@ def evaluate(policy: Path, task: Path, source: Path, out: Path, figures: Path) -
 
 def answer_rows(model, tokenizer, verify, prompts, knobs: Knobs):
     """One greedy row, then the sampled ones, of each prompt."""
-    stops = model.generation_config.eos_token_id
-    stops = tuple([stops] if isinstance(stops, int) else stops)
-    sampling = Sampling(knobs.evaluate.temperature, 1.0, 0, 0.0, knobs.max_new_tokens, stops)
+    chosen = knobs.evaluate
+    stops = stop_ids(model)
+    sampling = Sampling(chosen.temperature, 1.0, 0, 0.0, knobs.max_new_tokens, stops)
     rules = Rules(verify, None, knobs.max_new_tokens, 0)
-    count = knobs.evaluate.samples
-    at_once = max(1, knobs.evaluate.batch_size // count)
-    shape = (count, knobs.max_new_tokens)
-    asked = right = 0
+    at_once = groups_at_once(chosen.batch_size, chosen.samples)
+    shape, means = (chosen.samples, knobs.max_new_tokens), Means()
     parts = chunks(range(len(prompts)), at_once)
     bar = progress(parts, "evaluate", math.ceil(len(prompts) / at_once))
     for numbers in bar:
-        ids = [prompts[i].ids for i in numbers]
-        draws = torch.stack([uniforms(knobs.seed, "evaluate", 0, i, shape) for i in numbers])
-        greedy = sample(model, ids, None, sampling)
-        sampled = sample(model, ids, draws, sampling)
-        for place, i in enumerate(numbers):
-            answers = [greedy[place], *sampled[place * count : (place + 1) * count]]
-            for number, completion in enumerate(answers):
-                row = answer_row(tokenizer, rules, knobs.verifier, prompts[i], number, completion)
-                asked, right = asked + 1, right + row["correct"]
+        asked = [prompts[i] for i in numbers]
+        greedy = sample_groups(model, asked, None, sampling)
+        draws = draws_of(knobs.seed, "evaluate", 0, numbers, shape)
+        sampled = sample_groups(model, asked, draws, sampling)
+        for prompt, first, others in zip(asked, greedy, sampled, strict=True):
+            for number, completion in enumerate([*first, *others]):
+                row = answer_row(tokenizer, rules, knobs.verifier, prompt, number, completion)
+                means.add(accuracy=row["correct"])
                 yield row
-        tokens = sum(len(completion.ids) for completion in [*greedy, *sampled])
-        bar.tell(tokens, accuracy=right / asked)
+        answers = [completion for group in [*greedy, *sampled] for completion in group]
+        bar.tell(sum(len(completion.ids) for completion in answers), **means.known())
 
 
 def answer_row(
@@ -112,29 +108,15 @@ def answer_row(
     }
 
 
-class Answers:
-    """Sums over answers."""
-
-    def __init__(self):
-        self.count = self.scored = 0
-        self.sums = {"correct": 0.0, "score": 0.0, "length": 0.0, "finished": 0.0}
-
-    def add(self, row: dict) -> None:
-        self.count += 1
-        self.sums["correct"] += row["correct"]
-        self.sums["length"] += len(row["completion_ids"])
-        self.sums["finished"] += row["finished"]
-        if row["reward_correctness"] is not None:
-            self.scored += 1
-            self.sums["score"] += row["reward_correctness"]
-
-    def accuracy(self) -> float | None:
-        """Share of the answers that were right, of those that could be checked."""
-        return self.sums["correct"] / self.scored if self.scored else None
-
-    def mean(self, name: str) -> float | None:
-        count = self.scored if name == "score" else self.count
-        return self.sums[name] / count if count else None
+def checked(row: dict) -> dict[str, float | None]:
+    """What an answer adds to the figures; accuracy and score are None where nothing checks it."""
+    score = row["reward_correctness"]
+    return {
+        "accuracy": None if score is None else row["correct"],
+        "score": score,
+        "length": len(row["completion_ids"]),
+        "finished": row["finished"],
+    }
 
 
 if __name__ == "__main__":

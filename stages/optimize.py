@@ -11,7 +11,7 @@ The buffer is only read. Sampling again is left to the next round.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -19,34 +19,23 @@ import torch
 
 from stages.base import params
 from stages.base.command import Stage, paths, progress, say
+from stages.base.contents import check_contents, check_provenance, check_vocabulary
 from stages.base.errors import InputError
-from stages.base.metrics import write_json
-from stages.base.tables import BUFFERS, UPDATES, Rows, random_access, read_provenance, write_table
+from stages.base.metrics import Means, write_json
+from stages.base.tables import BUFFERS, UPDATES, Rows, random_access, write_table
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.optimize import Knobs
-from stages.models.checkpoints import (
-    TrainerState,
-    load_optimizer,
-    load_policy,
-    load_scorer,
-    load_trainer,
-    new_scorer,
-    save_policy,
-)
+from stages.models.checkpoints import load_policy, load_scorer, new_scorer
 from stages.models.compute import accelerator as make_accelerator
+from stages.models.compute import vocabulary_of
+from stages.models.trainer_state import TrainerState, load_optimizer, load_trainer, save_policy
 from stages.rl.advantages import has_spread, rows_of_groups
-from stages.rl.epochs import (
-    Seen,
-    Settings,
-    Targets,
-    explained_variance,
-    targets,
-    token_mean,
-)
-from stages.rl.epochs import (
-    optimize as optimize_policy,
-)
+from stages.rl.epochs import Learner, Round, StepRecord
+from stages.rl.kl import FITTING
 from stages.rl.objectives import OBJECTIVES, Clip
+from stages.rl.stats import CompletionStats, explained_variance, token_mean
+from stages.rl.targets import Settings, Targets, make_targets
+from stages.training.saving import Saver, parts_of, restore, tensors_of, work_of
 from stages.training.steps import adamw, check_weights
 from stages.training.tracking import tracking
 
@@ -67,64 +56,86 @@ def optimize(
     """Optimize the policy over one buffer."""
     knobs = params.load(Knobs)
     settings = make_settings(knobs, round_number)
+    largest = check_contents(buffer, BUFFERS)
+    cursor = check_provenance(buffer, "prompt_cursor")["prompt_cursor"]
     with random_access(buffer, BUFFERS) as rows:
-        check_columns(buffer, rows, settings)
-        try:
-            goal = targets(rows, settings)
-        except ValueError as error:
-            raise InputError(f"{buffer}: loss {knobs.loss}: {error}") from error
-        if not goal.used.any():
-            raise InputError(f"{buffer}: no completion has a reward; expected at least one")
+        targets = checked_targets(buffer, rows, settings, knobs)
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
-        learner = load_learner(start, reward_model, knobs, settings, accelerator.device)
-        seen = Seen(len(rows))
-        steps = []
-        step = learner.state.step
-        records = optimize_policy(
-            accelerator,
-            learner.policy,
-            learner.critic,
-            learner.optimizers,
-            rows,
-            goal,
-            settings,
-            step,
-            seen,
-        )
-        each_epoch = math.ceil(len(rows) / (settings.train_batch_size * settings.batch_acc))
-        warn_of_stale_steps(knobs, settings, settings.ppo_epochs * each_epoch)
-        tokens = int(goal.lengths.sum()) // each_epoch
-        reward = goal.rewards[goal.used].mean().item()
-        name = f"optimize {round_number}"
-        bar = progress(records, name, settings.ppo_epochs * each_epoch)
-        with tracking(f"optimize-{round_number}", knobs.model_dump(), curve) as log:
-            for record in bar:
-                step += 1
-                steps.append(curve_row(step, round_number, record))
-                log(steps[-1])
-                bar.tell(tokens, reward=reward, loss=record.policy.loss, kl=record.kl)
-        check_weights(learner.policy, "policy")
-        if learner.critic is not None:
-            check_weights(learner.critic, "critic")
-        found = round_figures(goal, seen, steps, settings)
+        learner, state = load_learner(start, reward_model, knobs, accelerator.device)
+        check_vocabulary(buffer, largest, vocabulary_of(learner.policy), start)
+        learning = Round(accelerator, learner, rows, targets, settings)
+        name, inputs = f"optimize-{round_number}", [buffer, start, reward_model]
+        saver = Saver(work_of(name, inputs, knobs, accelerator.device))
+        with saver.watching(), tracking(name, knobs.model_dump(), curve) as log:
+            steps = take_steps(learning, state.step, knobs, log, saver)
+        for name, (_, model) in pairs(learner).items():
+            check_weights(model, name)
+        found = round_figures(targets, learning.stats, steps, settings)
         provenance = {"stage": "optimize", "round": round_number, "policy": str(start)}
         provenance |= {"loss": knobs.loss}
-        write_table(updates, UPDATES, update_rows(rows, goal, seen, round_number), provenance)
+        changes = update_rows(rows, targets, learning.stats, round_number)
+        write_table(updates, UPDATES, changes, provenance)
     state = TrainerState(
-        step=step,
-        prompt_cursor=read_provenance(buffer)["prompt_cursor"],
-        rounds=[*learner.state.rounds, round_number],
+        step=state.step + len(steps),
+        prompt_cursor=cursor,
+        rounds=[*state.rounds, round_number],
     )
-    save_policy(
-        out,
-        learner.policy,
-        load_tokenizer(start, knobs.model.trust_remote_code),
-        state,
-        learner.pairs(),
-        learner.critic,
-    )
+    tokenizer = load_tokenizer(start, knobs.model.trust_remote_code)
+    save_policy(out, learner.policy, tokenizer, state, pairs(learner), learner.critic)
     write_json(figures, found)
+    saver.done()
     say(found, round=round_number, objective=knobs.loss)
+
+
+def checked_targets(buffer: Path, rows: Rows, settings: Settings, knobs: Knobs) -> Targets:
+    """Targets of a buffer that has what the objective needs; InputError where it has not."""
+    check_columns(buffer, rows, settings)
+    try:
+        targets = make_targets(rows, settings)
+    except ValueError as error:
+        raise InputError(f"{buffer}: loss {knobs.loss}: {error}") from error
+    if not targets.used.any():
+        raise InputError(f"{buffer}: no completion has a reward; expected at least one")
+    return targets
+
+
+def take_steps(
+    learning: Round, done: int, knobs: Knobs, log: Callable[[dict], None], saver: Saver
+) -> list[dict]:
+    """All optimizer steps of the round; returns one row of the curve each, logged as it comes."""
+    settings, targets = learning.settings, learning.targets
+    each_epoch = math.ceil(len(learning.rows) / (settings.train_batch_size * settings.batch_acc))
+    total = settings.ppo_epochs * each_epoch
+    warn_of_stale_steps(knobs, settings, total)
+    tokens = int(targets.lengths.sum()) // each_epoch
+    reward = targets.rewards[targets.used].mean().item()
+    rows = go_on(learning, saver)
+    for row in rows:
+        log(row)
+    steps = learning.steps(done, len(rows))
+    bar = progress(steps, f"optimize {settings.round_number}", total, done=len(rows))
+    for number, record in enumerate(bar, start=done + len(rows) + 1):
+        rows.append(curve_row(number, settings.round_number, record))
+        log(rows[-1])
+        bar.tell(tokens, reward=reward, loss=record.policy.loss, kl=record.kl)
+        saver.after_step(len(rows), lambda: state_of(learning), {"rows": rows})
+    return rows
+
+
+def go_on(learning: Round, saver: Saver) -> list[dict]:
+    """Put back what a cut-off run of this very round left; its rows of the curve, none without."""
+    found = saver.found()
+    if found is None:
+        return []
+    restore(pairs(learning.learner), found.tensors)
+    learning.stats.restore(parts_of(found.tensors, "stats"))
+    return found.values["rows"]
+
+
+def state_of(learning: Round) -> dict:
+    """Tensors of a round under way: models, moments, and what was seen of the completions."""
+    stats = {f"stats/{name}": tensor for name, tensor in learning.stats.tensors().items()}
+    return tensors_of(pairs(learning.learner)) | stats
 
 
 def warn_of_stale_steps(knobs: Knobs, settings: Settings, steps: int) -> None:
@@ -137,16 +148,21 @@ def warn_of_stale_steps(knobs: Knobs, settings: Settings, steps: int) -> None:
 
 
 def make_settings(knobs: Knobs, round_number: int) -> Settings:
-    """Knobs -> plain values; `default` becomes what the objective says."""
+    """Knobs -> plain values; `default` becomes what the objective or the KL's place says."""
     objective = OBJECTIVES[knobs.loss]
-    aggregation, placement = knobs.loss_aggregation, knobs.kl_placement
+
+    def chosen(value: str, default: str) -> str:
+        return default if value == "default" else value
+
+    placement = chosen(knobs.kl_placement, objective.kl_placement)
     same = set(Settings.__dataclass_fields__) & set(Knobs.model_fields)
     values = {name: getattr(knobs, name) for name in same} | {
-        "kl_placement": objective.kl_placement if placement == "default" else placement,
+        "kl_placement": placement,
+        "kl_estimator": chosen(knobs.kl_estimator, FITTING[placement][0]),
     }
     return Settings(
         objective=objective,
-        aggregation=objective.aggregation if aggregation == "default" else aggregation,
+        aggregation=chosen(knobs.loss_aggregation, objective.aggregation),
         clip=Clip(knobs.clip_eps_lo, knobs.clip_eps_hi, knobs.tau_pos, knobs.tau_neg),
         round_number=round_number,
         **values,
@@ -154,9 +170,7 @@ def make_settings(knobs: Knobs, round_number: int) -> Settings:
 
 
 def check_columns(path: Path, rows: Rows, settings: Settings) -> None:
-    """Raise InputError where the buffer is empty or lacks what the objective needs of it."""
-    if not len(rows):
-        raise InputError(f"{path}: no rows; expected the completions of a round")
+    """Raise InputError where the buffer lacks what the objective needs of it."""
     first = rows[0]
     if settings.beta > 0 and first["log_probs_ref"] is None:
         raise InputError(f"{path}: column 'log_probs_ref' is null, but beta is {settings.beta}")
@@ -166,42 +180,43 @@ def check_columns(path: Path, rows: Rows, settings: Settings) -> None:
         )
 
 
-@dataclass
-class Learner:
-    """What a round trains, with the state that it continues."""
-
-    policy: torch.nn.Module
-    critic: torch.nn.Module | None
-    optimizers: dict[str, torch.optim.Optimizer]
-    state: TrainerState
-
-    def pairs(self) -> dict:
-        """Optimizer and model by name, as checkpoints take them."""
-        models = {"policy": self.policy, "critic": self.critic}
-        return {name: (optimizer, models[name]) for name, optimizer in self.optimizers.items()}
-
-
-def load_learner(start: Path, reward_model: Path, knobs: Knobs, settings, device) -> Learner:
+def load_learner(
+    start: Path, reward_model: Path, knobs: Knobs, device: torch.device
+) -> tuple[Learner, TrainerState]:
     """Policy, critic where the objective needs one, optimizers as the last round left them."""
     state, trust = load_trainer(start), knobs.model.trust_remote_code
-    models = {"policy": load_policy(start, knobs.attention, device, trust), "critic": None}
-    if settings.objective.critic:
-        if state.critic is not None:
-            models["critic"] = load_scorer(state.critic, knobs.attention, device, trust)
-        elif knobs.critic == "reward_model":
-            models["critic"] = load_scorer(reward_model, knobs.attention, device, trust)
-        else:
-            models["critic"] = new_scorer(start, knobs.attention, device, trust, zero_head=True)
-    optimizers = {}
-    for name, model in models.items():
+    policy, critic = load_policy(start, knobs.attention, device, trust), None
+    if OBJECTIVES[knobs.loss].critic:
+        critic = load_critic(start, reward_model, knobs, device)
+    learner = Learner(policy, critic, {})
+    for name, model in (("policy", policy), ("critic", critic)):
         if model is not None:
-            optimizers[name] = adamw(model, knobs.lr, knobs.weight_decay)
+            learner.optimizers[name] = adamw(model, knobs.lr, knobs.weight_decay)
             if name in state.optimizers:
-                load_optimizer(state.optimizers[name], optimizers[name], model)
-    return Learner(models["policy"], models["critic"], optimizers, state)
+                load_optimizer(state.optimizers[name], learner.optimizers[name], model)
+    return learner, state
 
 
-def curve_row(step: int, round_number: int, record) -> dict:
+def load_critic(
+    start: Path, reward_model: Path, knobs: Knobs, device: torch.device
+) -> torch.nn.Module:
+    """The last round's critic, or a new one from where the knob says."""
+    trained, trust = load_trainer(start).critic, knobs.model.trust_remote_code
+    if trained is not None:
+        return load_scorer(trained, knobs.attention, device, trust)
+    if knobs.critic == "reward_model":
+        return load_scorer(reward_model, knobs.attention, device, trust)
+    return new_scorer(start, knobs.attention, device, trust, zero_head=True)
+
+
+def pairs(learner: Learner) -> dict:
+    """Optimizer and model by name, as checkpoints take them."""
+    return {
+        name: (optimizer, getattr(learner, name)) for name, optimizer in learner.optimizers.items()
+    }
+
+
+def curve_row(step: int, round_number: int, record: StepRecord) -> dict:
     """One line of the step curve; the critic's columns are empty without a critic."""
     critic = record.critic
     return {
@@ -219,38 +234,44 @@ def curve_row(step: int, round_number: int, record) -> dict:
     }
 
 
-def round_figures(goal: Targets, seen: Seen, steps: list[dict], settings) -> dict:
+def round_figures(
+    targets: Targets, stats: CompletionStats, steps: list[dict], settings: Settings
+) -> dict:
     """The round's figures; each is defined in docs/metrics.md."""
-    used, lengths = goal.used, goal.lengths
-    groups = rows_of_groups(goal.groups, used)
-    flat = [not has_spread(goal.rewards[rows]) for rows in groups]
-    advantages = torch.cat(scorable(goal.advantages, used))
-    explained = None
-    if goal.values_old is not None:
-        explained = explained_variance(
-            scorable(goal.values_old, used), scorable(goal.returns, used)
-        )
-    values = goal.values_old
+    used, lengths, means = targets.used, targets.lengths, Means()
+    groups = rows_of_groups(targets.groups, used)
+    flat = [not has_spread(targets.rewards[rows]) for rows in groups if len(rows)]
+    advantages = torch.cat(scorable(targets.advantages, used))
+    for step in steps:
+        means.add(**{name: step[name] for name in ("loss", "grad_norm", "value_loss")})
     return {
         "steps": len(steps),
         "epochs": steps[-1]["epoch"] + 1,
-        "reward_shaped": goal.rewards[used].mean().item(),
+        "reward_shaped": targets.rewards[used].mean().item(),
         "advantage_std": advantages.std().item() if len(advantages) > 1 else None,
         "groups_without_spread": sum(flat) / len(flat),
         "unscorable": int((~used).sum()),
-        "ratio_mean": token_mean(seen.ratio_mean, lengths),
-        "ratio_max": seen.ratio_max[~seen.ratio_max.isnan()].max().item(),
-        "clipped_fraction": token_mean(seen.clipped_fraction, lengths),
-        "kl": token_mean(seen.kl, lengths),
-        "kl_ref": token_mean(seen.kl_ref, lengths) if settings.beta > 0 else None,
-        "entropy": token_mean(seen.entropy, lengths),
-        "loss": sum(step["loss"] for step in steps) / len(steps),
-        "grad_norm": sum(step["grad_norm"] for step in steps) / len(steps),
+        "ratio_mean": token_mean(stats.ratio_mean, lengths),
+        "ratio_max": stats.ratio_max[~stats.ratio_max.isnan()].max().item(),
+        "clipped_fraction": token_mean(stats.clipped_fraction, lengths),
+        "kl": token_mean(stats.kl, lengths),
+        "kl_ref": token_mean(stats.kl_ref, lengths) if settings.beta > 0 else None,
+        "entropy": token_mean(stats.entropy, lengths),
+        "loss": means.of("loss"),
+        "grad_norm": means.of("grad_norm"),
         "lr": steps[-1]["lr"],
-        "value_loss": None if values is None else sum(s["value_loss"] for s in steps) / len(steps),
-        "explained_variance": explained,
+        "value_loss": means.of("value_loss"),
+        "explained_variance": explained(targets),
         "skipped": sum(step["skipped"] for step in steps),
     }
+
+
+def explained(targets: Targets) -> float | None:
+    """Explained variance of the old values over the scorable completions; None without a critic."""
+    if targets.values_old is None:
+        return None
+    parts = (targets.values_old, targets.returns)
+    return explained_variance(*(scorable(part, targets.used) for part in parts))
 
 
 def scorable(parts: list[torch.Tensor], used: torch.Tensor) -> list[torch.Tensor]:
@@ -258,7 +279,7 @@ def scorable(parts: list[torch.Tensor], used: torch.Tensor) -> list[torch.Tensor
     return [part for part, scored in zip(parts, used.tolist(), strict=True) if scored]
 
 
-def update_rows(rows: Rows, goal: Targets, seen: Seen, round_number: int):
+def update_rows(rows: Rows, targets: Targets, stats: CompletionStats, round_number: int):
     """One row per completion, in the order of the buffer; undefined figures are null."""
 
     def known(value: torch.Tensor) -> float | None:
@@ -269,14 +290,14 @@ def update_rows(rows: Rows, goal: Targets, seen: Seen, round_number: int):
             "round": round_number,
             "group": row["group"],
             "sample": row["sample"],
-            "reward_shaped": known(goal.rewards[i]),
-            "advantage": goal.advantages[i].tolist(),
-            "ratio": None if seen.ratios[i] is None else seen.ratios[i].tolist(),
-            "ratio_mean": known(seen.ratio_mean[i]),
-            "ratio_max": known(seen.ratio_max[i]),
-            "clipped_fraction": known(seen.clipped_fraction[i]),
-            "kl": known(seen.kl[i]),
-            "used": bool(goal.used[i]),
+            "reward_shaped": known(targets.rewards[i]),
+            "advantage": targets.advantages[i].tolist(),
+            "ratio": None if stats.ratios[i] is None else stats.ratios[i].tolist(),
+            "ratio_mean": known(stats.ratio_mean[i]),
+            "ratio_max": known(stats.ratio_max[i]),
+            "clipped_fraction": known(stats.clipped_fraction[i]),
+            "kl": known(stats.kl[i]),
+            "used": bool(targets.used[i]),
         }
 
 

@@ -51,10 +51,12 @@ def report(
     pages: Path,
 ) -> None:
     """Gather figures, curves and samples."""
-    starts = dict(sorted(params.load(Knobs).rounds.items(), key=lambda pair: int(pair[0])))
+    knobs = params.load(Knobs)
+    starts = dict(sorted(knobs.rounds.items(), key=lambda pair: int(pair[0])))
     rounds = [int(key) for key in starts]
     found = {number: read_round(figures, number) for number in [0, *rounds]}
     table = [round_row(number, stages) for number, stages in found.items()]
+    branches = [branch_row(figures, name, start) for name, start in knobs.branches.items()]
     sft, rm = read_json(figures / "train_sft.json"), read_json(figures / "train_rm.json")
     with replacing(metrics, folder=True) as folder:
         training = {f"sft_{name}": sft[name] for name in ("loss_first", "loss_last")}
@@ -65,6 +67,9 @@ def report(
             known = {name: value for name, value in row.items() if value is not None}
             known.pop("round")
             write_json(folder / f"round-{row['round']}.json", known)
+        for row in branches:
+            known = {name: value for name, value in row.items() if value is not None}
+            write_json(folder / f"direct-{known.pop('branch')}.json", known)
     with replacing(plots, folder=True) as folder:
         write_json(folder / "rounds.json", table)  # an undefined figure of a CSV is drawn as 0
         with growing_curve(folder / "steps.csv") as add:
@@ -81,6 +86,7 @@ def report(
         groups={number: groups(buffers, updates, number) for number in rounds},
         params=params.read(),
         definitions=definitions(meanings.read_text(encoding="utf-8")),
+        branches=branches,
     )
     with replacing(pages, folder=True) as folder:
         (folder / "index.html").write_text(page(run), encoding="utf-8", newline="\n")
@@ -110,6 +116,15 @@ def round_row(number: int, stages: dict[str, dict]) -> dict:
     for name in ("kl_ref", "kl", "clipped_fraction", "entropy", "grad_norm"):
         row[name] = stages.get("optimize", {}).get(name)
     return row
+
+
+def branch_row(figures: Path, name: str, start: str) -> dict:
+    """Figures of a branch of direct alignment: its evaluation, and what its pairs show."""
+    evaluated = read_json(figures / "evaluate" / f"direct-{name}.json")
+    trained = read_json(figures / "train_direct" / f"{name}.json")
+    shown = [key for key in trained if key not in ("validation_pairs", "pairs", "steps", "skipped")]
+    row = {"branch": name, "start": start} | {key: evaluated[key] for key in EVALUATED}
+    return row | {f"pairs_{key}": trained[key] for key in shown}
 
 
 def details(stages: dict[str, dict]) -> dict:

@@ -10,6 +10,7 @@ resample text.
 """
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -17,16 +18,19 @@ import click
 from stages.base import params
 from stages.base.command import Bar, Stage, paths, progress, say
 from stages.base.errors import InputError
-from stages.base.metrics import write_json
+from stages.base.metrics import Means, write_json
 from stages.base.tables import ROLLOUTS, write_table
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.rollout import Knobs
-from stages.models.checkpoints import load_policy, load_trainer
+from stages.models.checkpoints import load_policy
 from stages.models.compute import accelerator as make_accelerator
-from stages.rollouts.engine import Engine, Prompt
+from stages.models.trainer_state import load_trainer
+from stages.rollouts.engine import Counts, Engine, Prompt, stop_ids
 from stages.rollouts.prompts import context_limit, load_prompts, reward_columns
 from stages.rollouts.rewards import Rules, find_verifier
 from stages.rollouts.sampling import Sampling
+
+RULES = ("reward_correctness", "reward_format", "reward_length")
 
 
 @click.command(cls=Stage)
@@ -61,10 +65,7 @@ def rollout(
     counts = engine.counts
     if not counts.kept:
         out.unlink()
-        raise InputError(
-            f"round {round_number}: all {counts.tried} groups were dropped by dynamic_sampling:"
-            " their completions are all right or all wrong; raise dynamic_sampling or num_rollouts"
-        )
+        raise InputError(f"round {round_number}: {nothing_kept(counts)}")
     if counts.kept < knobs.prompts_per_step:
         click.echo(
             f"short buffer: {counts.kept} of {knobs.prompts_per_step} groups"
@@ -80,6 +81,19 @@ def rollout(
     say(found, round=round_number)
 
 
+def nothing_kept(counts: Counts) -> str:
+    """Why dynamic sampling left no group, and what helps."""
+    told = f"all {counts.tried} groups were dropped by dynamic_sampling: "
+    alike = "completions are all right or all wrong; raise dynamic_sampling or num_rollouts"
+    unscored = "no answer that the verifier can check; expected prompts with answers"
+    if not counts.unscored:
+        return f"{told}their {alike}"
+    if counts.unscored == counts.tried:
+        return f"{told}their prompts have {unscored}"
+    rest = counts.tried - counts.unscored
+    return f"{told}{counts.unscored} have {unscored}; of the other {rest} the {alike}"
+
+
 def make_rules(knobs) -> Rules:
     """The reward rules of the knobs; the verifier is looked up before any model loads."""
     verify = find_verifier(knobs.verifier, knobs.verifier_pattern)
@@ -92,7 +106,6 @@ def make_engine(model, tokenizer, rules: Rules, knobs) -> Engine:
     def rewards(prompt: Prompt, text: str, ids) -> dict:
         return reward_columns(rules, knobs.verifier, prompt, text, len(ids))
 
-    stops = model.generation_config.eos_token_id
     return Engine(
         policy=model,
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
@@ -102,7 +115,7 @@ def make_engine(model, tokenizer, rules: Rules, knobs) -> Engine:
             knobs.top_k,
             knobs.min_p,
             knobs.max_new_tokens,
-            tuple([stops] if isinstance(stops, int) else stops),
+            stop_ids(model),
         ),
         num_rollouts=knobs.num_rollouts,
         batch_size=knobs.rollout_batch_size,
@@ -112,38 +125,29 @@ def make_engine(model, tokenizer, rules: Rules, knobs) -> Engine:
 
 
 class Tally:
-    """Means over the rows that pass by."""
+    """Totals and means over the rows that pass by."""
 
     def __init__(self):
-        self.count = self.tokens = self.finished = 0
-        self.sums: dict[str, float] = {}
-        self.known: dict[str, int] = {}
-        self.right = 0
+        self.count = self.tokens = 0
+        self.means, self.rules = Means(), Means()
 
-    def watch(self, bar: Bar):
+    def watch(self, bar: Bar) -> Iterator[dict]:
         for row in bar:
-            self.count += 1
-            self.tokens += len(row["completion_ids"])
-            self.finished += row["finished"]
-            for name in ("reward_correctness", "reward_format", "reward_length"):
-                if row[name] is not None:
-                    self.sums[name] = self.sums.get(name, 0.0) + row[name]
-                    self.known[name] = self.known.get(name, 0) + 1
-            self.right += row["reward_correctness"] == 1.0
-            means = {name: self.sums[name] / self.known[name] for name in self.sums}
-            bar.tell(len(row["completion_ids"]), **means)
+            length, score = len(row["completion_ids"]), row["reward_correctness"]
+            self.count, self.tokens = self.count + 1, self.tokens + length
+            right = None if score is None else score == 1.0
+            self.means.add(accuracy=right, length=length, finished=row["finished"])
+            self.rules.add(**{name: row[name] for name in RULES})
+            bar.tell(length, **self.rules.known())
             yield row
 
     def figures(self) -> dict:
-        """Totals, accuracy (share scored exactly 1), mean tokens, finished share, rule means."""
-        count = max(1, self.count)
-        return {
-            "completions": self.count,
-            "tokens": self.tokens,
-            "accuracy": self.right / count,
-            "length": self.tokens / count,
-            "finished": self.finished / count,
-        } | {name: self.sums[name] / self.known[name] for name in self.sums}
+        """Totals, accuracy (share of what can be scored that scores exactly 1; None where nothing
+        can), mean tokens, finished share, rule means.
+        """
+        figures = {"completions": self.count, "tokens": self.tokens}
+        figures |= {name: self.means.of(name) for name in ("accuracy", "length", "finished")}
+        return figures | self.rules.known()
 
 
 if __name__ == "__main__":

@@ -11,26 +11,36 @@ KL shaping, clip.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
+from accelerate import Accelerator
 
 from stages.base import params
 from stages.base.command import Stage, paths, progress, say
-from stages.base.metrics import write_json
+from stages.base.contents import (
+    Largest,
+    check_contents,
+    check_provenance,
+    check_vocabulary,
+)
+from stages.base.errors import InputError
+from stages.base.metrics import Means, write_json
 from stages.base.tables import (
     BUFFERS,
     ROLLOUTS,
     iterate_batches,
     open_table,
-    read_provenance,
     write_table,
 )
 from stages.knobs.score import Knobs
-from stages.models.checkpoints import load_policy, load_scorer, load_trainer
+from stages.models.checkpoints import load_policy, load_scorer
 from stages.models.compute import accelerator as make_accelerator
-from stages.models.scoring import reference_log_probs, scores_and_values, total_reward
+from stages.models.compute import vocabulary_of
+from stages.models.scorers import reference_log_probs, scores_and_values
+from stages.models.trainer_state import load_trainer
 
 
 @click.command(cls=Stage)
@@ -40,79 +50,119 @@ def score(
 ) -> None:
     """Score one round of completions."""
     knobs = params.load(Knobs)
-    trust = knobs.model.trust_remote_code
-    provenance = read_rollout_provenance(rollouts)
+    largest = check_contents(rollouts, ROLLOUTS)
+    provenance = check_provenance(rollouts, "prompt_cursor")
     with open_table(rollouts, ROLLOUTS) as file:
-        total = file.metadata.num_rows
+        if not file.metadata.num_rows:
+            raise InputError(f"{rollouts}: no rows; expected the completions of a round")
     accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
-
-    def each_batch(name: str, model, measure: Callable) -> list:
-        found = []
-        with accelerator.autocast():
-            batches = iterate_batches(rollouts, ROLLOUTS, knobs.score_batch_size)
-            bar = progress(batches, name, math.ceil(total / knobs.score_batch_size))
-            for batch in bar:
-                found += measure(model, batch.to_pylist())
-                lists = (batch["prompt_ids"], batch["completion_ids"])
-                bar.tell(sum(len(ids.flatten()) for ids in lists))
-        return found
-
-    critic_path = load_trainer(policy).critic
-    shared = knobs.critic == "reward_model" and critic_path is None
-    fresh = knobs.critic == "policy" and critic_path is None  # its head is 0, and so are its values
-    scores = values = log_probs = None
-    if knobs.rewards.reward_model is not None or shared:
-        model = load_scorer(reward_model, knobs.attention, accelerator.device, trust)
-        both = each_batch(
-            "reward model",
-            model,
-            lambda m, rows: list(zip(*scores_and_values(m, rows), strict=True)),
-        )
-        if knobs.rewards.reward_model is not None:
-            scores = [pair[0] for pair in both]
-        values = [pair[1] for pair in both] if shared else None
-        del model
-    if knobs.beta > 0:
-        model = load_policy(reference, knobs.attention, accelerator.device, trust)
-        log_probs = each_batch(
-            "reference", model, lambda m, rows: reference_log_probs(m, rows, knobs.temperature)
-        )
-        del model
-    if knobs.critic is not None and critic_path is not None:
-        model = load_scorer(critic_path, knobs.attention, accelerator.device, trust)
-        values = each_batch("critic", model, lambda m, rows: scores_and_values(m, rows)[1])
-        del model
-
-    weights = knobs.rewards.model_dump()
-    tally = {"reward": [], "reward_model": []}
-
-    def rows():
-        index = 0
-        for batch in iterate_batches(rollouts, ROLLOUTS):
-            for row in batch.to_pylist():
-                row["reward_model"] = None if scores is None else scores[index]
-                row["reward"] = total_reward(row, weights)
-                row["log_probs_ref"] = None if log_probs is None else log_probs[index]
-                row["values_old"] = None if values is None else values[index]
-                if fresh:
-                    row["values_old"] = [0.0] * len(row["completion_ids"])
-                for name, kept in tally.items():
-                    if row[name] is not None:
-                        kept.append(row[name])
-                index += 1
-                yield row
-
-    count = write_table(out, BUFFERS, rows(), provenance | {"stage": "score"})
-    found = {"completions": count, "unscorable": count - len(tally["reward"])}
-    found |= {name: sum(kept) / len(kept) if kept else None for name, kept in tally.items()}
+    models = Measurement(rollouts, largest, knobs, accelerator)
+    columns = models.columns(policy, reward_model, reference)
+    means = Means()
+    rows = buffer_rows(rollouts, columns, knobs.rewards.model_dump(), means)
+    count = write_table(out, BUFFERS, rows, provenance | {"stage": "score"})
+    found = {"completions": count, "unscorable": count - means.counts.get("reward", 0)}
+    found |= {name: means.of(name) for name in ("reward", "reward_model")}
     write_json(figures, found)
     say(found)
 
 
-def read_rollout_provenance(path: Path) -> dict:
-    """The provenance of a rollout table, once the table was checked."""
-    next(iterate_batches(path, ROLLOUTS, 1), None)
-    return read_provenance(path)
+@dataclass(frozen=True)
+class Measurement:
+    """What models say of the completions of a rollout table, batch by batch."""
+
+    rollouts: Path
+    largest: Largest
+    knobs: Knobs
+    accelerator: Accelerator
+
+    def columns(self, policy: Path, reward_model: Path, reference: Path) -> dict[str, list | None]:
+        """The buffer's columns that models measure, one entry a completion; None: not asked for.
+
+        One model is in memory at a time. A critic that has been trained gives its own values; a new
+        one those of what it starts from: the reward model's, or 0 from the policy's head of zeros.
+        """
+        knobs, critic = self.knobs, load_trainer(policy).critic
+        start = knobs.critic if critic is None else None
+        columns = dict.fromkeys(("reward_model", "log_probs_ref", "values_old"))
+        if knobs.rewards.reward_model is not None or start == "reward_model":
+            scores, values = self.scores_and_values("reward model", reward_model)
+            columns["reward_model"] = None if knobs.rewards.reward_model is None else scores
+            columns["values_old"] = values if start == "reward_model" else None
+        if knobs.beta > 0:
+            columns["log_probs_ref"] = self.reference_log_probs(reference)
+        if start == "policy":
+            columns["values_old"] = self.zeros()
+        elif knobs.critic is not None and critic is not None:
+            columns["values_old"] = self.scores_and_values("critic", critic)[1]
+        return columns
+
+    def scores_and_values(self, name: str, folder: Path) -> tuple[list, list]:
+        """A score of each completion, and the values before each of its tokens."""
+        trust = self.knobs.model.trust_remote_code
+        model = load_scorer(folder, self.knobs.attention, self.accelerator.device, trust)
+        check_vocabulary(self.rollouts, self.largest, vocabulary_of(model), folder)
+        pairs = self._each_batch(
+            name, lambda rows: list(zip(*scores_and_values(model, rows), strict=True))
+        )
+        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+    def reference_log_probs(self, folder: Path) -> list[list[float]]:
+        trust = self.knobs.model.trust_remote_code
+        model = load_policy(folder, self.knobs.attention, self.accelerator.device, trust)
+        check_vocabulary(self.rollouts, self.largest, vocabulary_of(model), folder)
+        temperature = self.knobs.temperature
+        return self._each_batch(
+            "reference", lambda rows: reference_log_probs(model, rows, temperature)
+        )
+
+    def zeros(self) -> list[list[float]]:
+        """A value of 0 before each token, as a head of zeros gives it."""
+        lengths = []
+        for batch in iterate_batches(self.rollouts, ROLLOUTS, columns=["completion_ids"]):
+            lengths += batch["completion_ids"].value_lengths().to_pylist()
+        return [[0.0] * length for length in lengths]
+
+    def _each_batch(self, name: str, measure: Callable[[list[dict]], list]) -> list:
+        size, found = self.knobs.score_batch_size, []
+        with open_table(self.rollouts, ROLLOUTS) as file:
+            total = math.ceil(file.metadata.num_rows / size)
+        with self.accelerator.autocast():
+            bar = progress(iterate_batches(self.rollouts, ROLLOUTS, size), name, total)
+            for batch in bar:
+                found += measure(batch.to_pylist())
+                lists = (batch["prompt_ids"], batch["completion_ids"])
+                bar.tell(sum(len(ids.flatten()) for ids in lists))
+        return found
+
+
+def buffer_rows(rollouts: Path, columns: dict, weights: dict, means: Means) -> Iterator[dict]:
+    """The rollouts with what was measured and the reward that it comes to."""
+    index = 0
+    for batch in iterate_batches(rollouts, ROLLOUTS):
+        for row in batch.to_pylist():
+            row |= {name: kept and kept[index] for name, kept in columns.items()}
+            row["reward"] = total_reward(row, weights)
+            means.add(reward=row["reward"], reward_model=row["reward_model"])
+            index += 1
+            yield row
+
+
+def column_of(component: str) -> str:
+    """Name of a reward component -> its column: `correctness` -> `reward_correctness`."""
+    return "reward_" + component.removeprefix("reward_")
+
+
+def total_reward(row: dict, weights: dict[str, float | None]) -> float | None:
+    """Weighted sum of a row's components; None (unscorable) where one that counts is null."""
+    total = 0.0
+    for name, weight in weights.items():
+        if weight is None:
+            continue
+        if row[column_of(name)] is None:
+            return None
+        total += weight * row[column_of(name)]
+    return total
 
 
 if __name__ == "__main__":

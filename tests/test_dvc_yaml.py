@@ -73,8 +73,11 @@ def test_at_most_five_modules_that_a_costly_stage_does_not_run_make_it_stale(nam
 
 
 def test_code_dependencies_are_rooms_and_few():
-    deps = [d for stage in BODIES.values() for d in stage["deps"] if d.startswith("stages/")]
-    assert len(deps) <= 100
+    """Counted over the default pipeline; a branch has three stages more."""
+    branches = {n for n, s in DOCUMENT["stages"].items() if s.get("foreach") == "${branches}"}
+    code = {n: [d for d in s["deps"] if d.startswith("stages/")] for n, s in BODIES.items()}
+    assert sum(len(deps) for name, deps in code.items() if name not in branches) <= 100
+    deps = [dep for stage in code.values() for dep in stage]
     single = [d for d in deps if d.endswith(".py")]
     assert {str(Path(d).parent) for d in single} == {"stages", "stages/knobs"}
 
@@ -129,14 +132,16 @@ def test_a_template_is_a_dependency_of_the_stage_that_fills_it():
 
 
 # By hand: who must run again after an edit, room by room.
-SAMPLE = {"rollout", "evaluate", "evaluate_sft"}
+SAMPLE = {"rollout", "evaluate", "evaluate_sft", "evaluate_direct"}
 READ_ROWS = SAMPLE | {"prepare_task", "tokenize_sft", "tokenize_preferences"}
-TRAIN = {"train_sft", "train_rm", "optimize"}
+TRAIN = {"train_sft", "train_rm", "optimize", "train_direct"}
+SCORE = {"score", "score_pairs"}
 EDITS = {
     "stages/base/params.py": set(BODIES),
     "stages/text/chat.py": READ_ROWS | {"prepare_model"},
     "stages/rows/layouts.py": READ_ROWS,
-    "stages/models/forward.py": SAMPLE | TRAIN | {"prepare_model", "score"},
+    "stages/models/forward.py": SAMPLE | TRAIN | SCORE | {"prepare_model"},
+    "stages/direct/losses.py": {"train_direct"},
     "stages/training/batching.py": TRAIN,
     "stages/rollouts/engine.py": SAMPLE,
     "stages/rl/objectives.py": {"optimize"},
@@ -244,6 +249,11 @@ def test_no_output_is_kept_out_of_the_run_cache():
 # From here on: DVC itself, on a copy whose outputs are made up.
 
 
+def params_with_a_branch(**changes) -> dict:
+    """Small knobs with one branch, so that every stage of dvc.yaml is there."""
+    return small_params(**{"branches": {"dpo": "models/sft"}} | changes)
+
+
 @pytest.fixture(scope="module")
 def committed(tmp_path_factory) -> Path:
     """A copy of the repository in which every stage is up to date, on made-up outputs."""
@@ -251,7 +261,7 @@ def committed(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("repository")
     copy_of_working_tree(folder)
-    write(folder / "params.yaml", small_params())
+    write(folder / "params.yaml", params_with_a_branch())
     with chdir(folder), Repo() as repo:
         for stage in repo.index.stages:
             for out in stage.outs:
@@ -345,13 +355,13 @@ def dependencies(committed, monkeypatch):
 
 
 def keys_of_file(values: dict) -> set[str]:
-    """Dotted keys of params.yaml; `task.config` and `rounds` are one knob each."""
-    whole = ("rounds", "task.config")
+    """Dotted keys of params.yaml; `task.config`, `rounds` and `branches` are one knob each."""
+    whole = ("rounds", "branches", "task.config")
     return {next((w for w in whole if key.startswith(w)), key) for key in flat(values)}
 
 
 def test_each_key_in_turn_makes_exactly_the_stages_stale_that_read_it(committed, dependencies):
-    path, values, seen = committed / "params.yaml", small_params(), {}
+    path, values, seen = committed / "params.yaml", params_with_a_branch(), {}
     params = [
         (stage, dep) for stage, dep in dependencies if isinstance(dep, param.ParamsDependency)
     ]
@@ -366,7 +376,7 @@ def test_each_key_in_turn_makes_exactly_the_stages_stale_that_read_it(committed,
             assert found.pop("report") == {key.split(".")[0]}
             assert set().union(*found.values()) <= {key}
             seen[key] = {stage for stage, changes in found.items() if changes}
-    assert seen.pop("rounds") == set()
+    assert seen.pop("rounds") == seen.pop("branches") == set()
     assert seen == readers()
     assert len(seen) > 100
 
@@ -397,7 +407,9 @@ def test_each_module_in_turn_makes_exactly_the_stages_stale_that_declare_it(
         ("rm__lr", 1e-5, {"train_rm"}),
         ("rewards__reward_model", None, {"score"}),
         ("preferences__validation_share", 0.5, {"split_preferences"}),
-        ("evaluate__samples", 9, {"evaluate", "evaluate_sft"}),
+        ("evaluate__samples", 9, {"evaluate", "evaluate_sft", "evaluate_direct"}),
+        ("direct__beta", 0.2, {"train_direct"}),
+        ("score_batch_size", 7, {"score", "score_pairs"}),
         ("sft__max_samples", 7, {"prepare_task", "tokenize_sft"}),
         ("task__config", {"min_word_len": 4}, {"prepare_task"}),
     ],
@@ -407,15 +419,12 @@ def test_one_key_changed_makes_every_round_of_its_stages_stale_and_no_other(
 ):
     path = committed / "params.yaml"
     with Changed(path):
-        write(path, change(small_params(), **{key: value}))
+        write(path, change(params_with_a_branch(), **{key: value}))
         found = stale(committed)
     assert "params.yaml" in found.pop("report")  # it shows all knobs
-    rounds = small_params()["rounds"]
-    wanted = {
-        f"{name}@{number}" if "foreach" in DOCUMENT["stages"][name] else name
-        for name in expected
-        for number in rounds
-    }
+    keys = {"${rounds}": ["1", "2"], "${branches}": ["dpo"]}
+    each = {name: keys.get(DOCUMENT["stages"][name].get("foreach"), [None]) for name in expected}
+    wanted = {f"{name}@{key}" if key else name for name, found in each.items() for key in found}
     assert set(found) == wanted
     assert {key for changes in found.values() for key in changes["params.yaml"]} == {
         key.replace("__", ".")
@@ -424,7 +433,7 @@ def test_one_key_changed_makes_every_round_of_its_stages_stale_and_no_other(
 
 def test_comments_order_and_spelling_of_numbers_change_nothing(committed):
     path = committed / "params.yaml"
-    values = small_params(temperature=1.0, sft__lr=1e-5)
+    values = params_with_a_branch(temperature=1.0, sft__lr=1e-5)
     with Changed(path):
         write(path, values)
         before = stale(committed)
@@ -440,7 +449,7 @@ def test_another_round_concerns_its_own_stages_and_the_report(committed):
     path = committed / "params.yaml"
     rounds = {"1": "models/sft", "2": "models/policy/1", "3": "models/policy/2"}
     with Changed(path):
-        write(path, small_params(rounds=rounds))
+        write(path, params_with_a_branch(rounds=rounds))
         found = set(stale(committed))
     assert found == {"rollout@3", "score@3", "optimize@3", "evaluate@3", "report"}
 
@@ -448,7 +457,7 @@ def test_another_round_concerns_its_own_stages_and_the_report(committed):
 def test_another_start_of_a_round_concerns_that_round_and_the_report(committed):
     path = committed / "params.yaml"
     with Changed(path):
-        write(path, small_params(rounds={"1": "models/sft", "2": "models/sft"}))
+        write(path, params_with_a_branch(rounds={"1": "models/sft", "2": "models/sft"}))
         found = set(stale(committed))
     assert found == {"rollout@2", "score@2", "optimize@2", "report"}
 
@@ -471,8 +480,7 @@ def test_a_rule_or_a_file_under_data_source_concerns_the_stages_that_may_read_it
         found = names_of(stale(committed))
     finally:
         path.unlink()
-    readers = {"tokenize_sft", "tokenize_preferences", "rollout", "evaluate", "evaluate_sft"}
-    assert found == readers | {"prepare_task"}
+    assert found == READ_ROWS
 
 
 def test_a_model_under_models_source_concerns_the_stage_that_reads_it(committed):

@@ -71,6 +71,7 @@ WarmupSteps = whole("Optimizer steps over which the learning rate rises linearly
 WeightDecay = number("Decoupled weight decay of AdamW.", ge=0)
 MaxNorm = number("The gradient is scaled down to this global L2 norm.", gt=0)
 DropLast = flag("Leave out the last, partial optimizer step of an epoch.")
+ScoreBatchSize = whole("Completions (pairs) in one forward pass of scoring.", ge=1)
 Nonfinite = choice(
     "A NaN or infinite loss or gradient: stop (exit code 1, no model), or skip (leave that"
     " micro-batch out, counted in the metrics).",
@@ -90,6 +91,9 @@ Critic = Annotated[
         " model with its head (its values are in its logits: where those make most of the reward);"
         " null: no values, so no loss that needs a critic."
     ),
+]
+Weight = Annotated[
+    float | None, Field(description="Weight of this component in `reward`; null: left out.")
 ]
 Verifier = text(
     "Rule behind reward_correctness: task (the task's own), exact, numeric, regex, or"
@@ -118,7 +122,8 @@ Columns = Annotated[
     dict[str, str] | None,
     Field(
         description="Columns that go by another name, {field: column}, such as {prompt: ask,"
-        " completion: reply}; null: each field has a column of its own name."
+        " completion: reply}; a dot reaches into a mapping (reward_model.ground_truth); null: each"
+        " field has a column of its own name."
     ),
 ]
 
@@ -142,7 +147,7 @@ class SftSource(Source):
 
 
 class PreferenceSource(Source):
-    format: row_format("prompted_pair", "pair")
+    format: row_format("prompted_pair", "sharegpt_pair", "pair")
 
 
 class PromptSource(Source):

@@ -40,6 +40,28 @@ def read_json(path: Path) -> dict:
         raise InputError(f"{path}: not JSON ({error}); expected a stage's figures") from error
 
 
+class Means:
+    """Running means by name. None, what could not be measured, counts in no mean."""
+
+    def __init__(self):
+        self.sums: dict[str, float] = {}
+        self.counts: dict[str, int] = {}
+
+    def add(self, **values: float | None) -> None:
+        for name, value in values.items():
+            if value is not None:
+                self.sums[name] = self.sums.get(name, 0.0) + value
+                self.counts[name] = self.counts.get(name, 0) + 1
+
+    def of(self, name: str) -> float | None:
+        """The mean of what was added under a name; None where nothing was."""
+        return self.sums[name] / self.counts[name] if name in self.sums else None
+
+    def known(self) -> dict[str, float]:
+        """Every mean there is, by name."""
+        return {name: self.sums[name] / self.counts[name] for name in self.sums}
+
+
 @contextmanager
 def growing_curve(path: Path) -> Iterator[Callable[[dict], None]]:
     """Yield a function that adds a step's row to a CSV file at once, for plots that are live.

@@ -37,6 +37,13 @@ IDS, FLOATS = _list(pa.int32()), _list(pa.float32())
 
 SFT = _schema({"input_ids": IDS, "labels": IDS})
 PAIRS = _schema({"prompt_ids": IDS, "chosen_ids": IDS, "rejected_ids": IDS, "margin": pa.float32()})
+SCORED_PAIRS = pa.schema(
+    [
+        *PAIRS,
+        pa.field("log_probs_ref_chosen", FLOATS, nullable=False),
+        pa.field("log_probs_ref_rejected", FLOATS, nullable=False),
+    ]
+)
 ROLLOUTS = _schema(
     {
         "round": pa.int32(),
@@ -172,7 +179,10 @@ def _check_whole_numbers(path: Path, chunk: list[dict], field: pa.Field, start: 
 
 
 def open_table(path: Path, schema: pa.Schema) -> pq.ParquetFile:
-    """Open and check a table: `InputError` names the file and the column that is not `schema`'s."""
+    """Open and check a table: `InputError` names the file and the column that is not `schema`'s.
+
+    A table without rows is refused too: nothing comes of one, and no stage means to write it.
+    """
     try:
         file = pq.ParquetFile(path)
     except FileNotFoundError as error:
@@ -191,6 +201,8 @@ def open_table(path: Path, schema: pa.Schema) -> pq.ParquetFile:
     version = (found.metadata or {}).get(b"schema_version", b"none").decode()
     if version != SCHEMA_VERSION:
         raise InputError(f"{path}: schema_version is {version}, expected {SCHEMA_VERSION}")
+    if not file.metadata.num_rows:
+        raise InputError(f"{path}: no rows; expected at least one")
     return file
 
 

@@ -1,13 +1,26 @@
-"""Whether a verifier `module:function` is there, found out without running a line of the module."""
+"""What can be said of a verifier without running it: whether it is there, and what it needs."""
 
 import ast
+import re
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 
+def can_verify(name: str, answer: str | None, entry: dict | None) -> bool:
+    """Whether a prompt brings what a verifier needs; one of your own is taken to know."""
+    if ":" in name:
+        return True
+    if name == "task":
+        return entry is not None
+    return answer is not None and (name != "numeric" or re.search(r"\d", answer) is not None)
+
+
 def problem_with(name: str, folder: Path) -> str | None:
-    """What is wrong with `module:function`, looked for in `folder` and among installed modules."""
+    """What is wrong with `module:function`, looked for in `folder` and among installed modules.
+
+    Nothing of the module is run.
+    """
     module, _, function = name.partition(":")
     places, spec = [str(folder.resolve()), *sys.path], None
     for end, part in enumerate(module.split("."), start=1):

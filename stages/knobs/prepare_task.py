@@ -10,6 +10,8 @@ from stages.base.knobs import (
     Section,
     Seed,
     SftSource,
+    Verification,
+    Weight,
     number,
     text,
     whole,
@@ -31,9 +33,14 @@ class Task(Section):
     heldout_rows: whole("Prompts that only evaluation sees.", ge=1)
 
 
-class Knobs(Section):
+class Rewards(Section):
+    correctness: Weight
+
+
+class Knobs(Verification):
     seed: Seed
     task: Task
+    rewards: Rewards
     sft: SftSource
     preferences: PreferenceSource
     prompts: PromptSource

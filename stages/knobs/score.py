@@ -1,14 +1,6 @@
 """Knobs of `score`."""
 
-from typing import Annotated
-
-from pydantic import Field
-
-from stages.base.knobs import Beta, Compute, Critic, Section, Temperature, whole
-
-Weight = Annotated[
-    float | None, Field(description="Weight of this component in `reward`; null: left out.")
-]
+from stages.base.knobs import Beta, Compute, Critic, ScoreBatchSize, Section, Temperature, Weight
 
 
 class Rewards(Section):
@@ -23,4 +15,4 @@ class Knobs(Compute):
     beta: Beta
     critic: Critic
     rewards: Rewards
-    score_batch_size: whole("Completions in one forward pass of scoring.", ge=1)
+    score_batch_size: ScoreBatchSize

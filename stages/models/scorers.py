@@ -1,4 +1,6 @@
-"""Scores and values: one linear head on the states of a language model's backbone.
+"""What frozen models say of completions: scores, values and reference log-probs.
+
+Scores and values come from one linear head on the states of a language model's backbone.
 
 Letters: B completions, T completion tokens. A score is in reward-model logits; it is read at the
 last real token, found from lengths and never from pad ids. A critic is the same network read at
@@ -11,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stages.models.forward import Ids, completion_states
+from stages.models.forward import Ids, completion_states, head_logits
+from stages.models.log_probs import token_log_probs
 
 
 def state_values(
@@ -39,3 +42,39 @@ def scores(scorer: PreTrainedModel, prompts: Sequence[Ids], completions: Sequenc
     states = completion_states(scorer.base_model, prompts, completions, read_last=True)
     last = states.hidden[torch.arange(len(prompts), device=states.hidden.device), states.lengths]
     return scorer.score(last)[:, 0].float()
+
+
+@torch.no_grad()
+def reference_log_probs(
+    reference: PreTrainedModel, rows: Sequence[dict], temperature: float
+) -> list[list[float]]:
+    """(B rows) -> B lists: reference log-probs of the sampled tokens, by the one log-prob rule."""
+    states = completion_states(
+        reference.base_model,
+        [row["prompt_ids"] for row in rows],
+        [row["completion_ids"] for row in rows],
+    )
+    logits = head_logits(reference, states.hidden[states.action_mask])
+    flat = token_log_probs(logits, states.ids[states.action_mask], temperature).tolist()
+    return _by_row(flat, states.lengths.tolist())
+
+
+@torch.no_grad()
+def scores_and_values(
+    scorer: PreTrainedModel, rows: Sequence[dict]
+) -> tuple[list[float], list[list[float]]]:
+    """(B rows) -> B scores of the whole completions, B lists of values before each token."""
+    values, lengths = state_values(
+        scorer, [row["prompt_ids"] for row in rows], [row["completion_ids"] for row in rows]
+    )
+    scores = values.gather(1, lengths[:, None])[:, 0].tolist()
+    kept = zip(values.tolist(), lengths.tolist(), strict=True)
+    return scores, [row[:length] for row, length in kept]
+
+
+def _by_row(flat: list[float], lengths: list[int]) -> list[list[float]]:
+    rows, start = [], 0
+    for length in lengths:
+        rows.append(flat[start : start + length])
+        start += length
+    return rows

@@ -29,6 +29,7 @@ class Run:
     rm_figures of train_rm
     samples    [{prompt, answer, change, cells: [(round, rows of the evaluation)]}]
     groups     {round: [(heading, rows of completions)]}
+    branches   figures of each branch of direct alignment; may be empty
     """
 
     rounds: Mapping[str, str]
@@ -41,6 +42,7 @@ class Run:
     groups: Mapping[int, Sequence[tuple[str, Sequence[dict]]]]
     params: dict
     definitions: Mapping[str, str]
+    branches: Sequence[dict] = ()
 
 
 def page(run: Run) -> str:
@@ -110,7 +112,8 @@ def chains(rounds: Mapping[str, str]) -> list[list[int]]:
     """
     found: list[list[int]] = []
     for number, folder in ((int(key), folder) for key, folder in rounds.items()):
-        start = 0 if folder == "models/sft" else int(folder.rpartition("/")[2])
+        number_of = re.fullmatch(r"models/policy/(\d+)", folder)
+        start = int(number_of[1]) if number_of else 0  # a branch starts from what SFT made
         running = next((chain for chain in found if chain[-1] == start), None)
         if running is None:
             found.append([start, number])

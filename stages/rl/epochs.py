@@ -4,7 +4,7 @@ Letters: N completions of the buffer, B of a micro-batch, T completion tokens. T
 (advantages and loss) is an entry of `OBJECTIVES`; nothing here knows one by name.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,86 +15,25 @@ from transformers import PreTrainedModel
 from stages.models.forward import States, completion_states, head_logits
 from stages.models.log_probs import token_entropy, token_log_probs
 from stages.models.scorers import action_values
-from stages.rl import objectives
-from stages.rl.advantages import shape_sequence_rewards, shape_token_rewards, whiten
-from stages.rl.kl import kl_estimate, kl_penalty
-from stages.rl.objectives import Clip, Objective, token_weights
+from stages.rl.kl import kl_penalty
+from stages.rl.objectives import token_weights, value_loss
+from stages.rl.stats import CompletionStats, TokenFigures, token_mean
+from stages.rl.targets import Settings, Targets, stack
 from stages.training.batching import plan_groups
-from stages.training.steps import StepFigures, rate_of_update, update
+from stages.training.steps import StepFigures, rate_of_update, stop_of, update
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Plain values of one round; the names are those of params.yaml."""
+class Learner:
+    """What a round trains, in evaluation mode: old, new and reference log-probs know no dropout.
 
-    objective: Objective
-    aggregation: str
-    kl_placement: str
-    clip: Clip
-    clip_eps_val: float
-    vf_coef: float
-    gamma: float
-    lam: float
-    beta: float
-    kl_estimator: str
-    temperature: float
-    max_new_tokens: int
-    ppo_epochs: int
-    target_kl: float | None
-    train_batch_size: int
-    batch_acc: int
-    lr: float
-    lr_critic: float
-    warmup_steps: int
-    decay_steps: int | None
-    max_norm: float
-    nonfinite: str
-    seed: int
-    round_number: int
-
-
-@dataclass(frozen=True)
-class Targets:
-    """What a buffer asks of the policy, one entry a completion.
-
-    advantages  (T,) each: per token for PPO, else one value repeated
-    returns     (T,) each, what the critic learns; None without one
-    values_old  (T,) each, as the buffer has them; None without a critic
-    rewards     (N,) shaped reward of the whole completion (NaN: unscorable)
-    used        (N,) False for unscorable completions, which count in no divisor
-    groups      (N,) which prompt a completion answers
-    lengths     (N,) tokens of each completion
+    `critic` is None where the objective has none; `optimizers` holds one for each model, by the
+    names "policy" and "critic".
     """
 
-    advantages: list[Tensor]
-    returns: list[Tensor] | None
-    values_old: list[Tensor] | None
-    rewards: Tensor
-    used: Tensor
-    groups: Tensor
-    lengths: Tensor
-
-
-@dataclass
-class Seen:
-    """Per completion, as it stood when last trained on; NaN where it never was. All (N,).
-
-    `ratios` holds new / old of each token: (T,) a completion, None where it never was trained on.
-    """
-
-    count: int
-    ratios: list[Tensor | None] = field(init=False)
-    ratio_mean: Tensor = field(init=False)
-    ratio_max: Tensor = field(init=False)
-    clipped_fraction: Tensor = field(init=False)
-    kl: Tensor = field(init=False)
-    kl_ref: Tensor = field(init=False)
-    entropy: Tensor = field(init=False)
-
-    def __post_init__(self):
-        for name in ("ratio_mean", "ratio_max", "clipped_fraction", "kl", "kl_ref", "entropy"):
-            setattr(self, name, torch.full((self.count,), torch.nan))
-        self.ratios = [None] * self.count
+    policy: PreTrainedModel
+    critic: PreTrainedModel | None
+    optimizers: dict[str, torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -109,169 +48,131 @@ class StepRecord:
     clipped_fraction: float
 
 
-def targets(rows: Iterable[dict], settings: Settings) -> Targets:
-    """Rewards, KL shaping and advantages of a whole buffer, from its columns alone, in one pass.
+@dataclass(frozen=True)
+class Round:
+    """A learner over the rows of one buffer, which are only read; `stats` fill as it learns."""
 
-    An estimator compares completions, so it sees all N, but only numbers: no ids and no text are
-    kept.
-    """
-    objective = settings.objective
-    in_reward = settings.beta > 0 and settings.kl_placement == "reward"
-    rewards, groups, kl, values = [], [], [], []
-    for row in rows:
-        rewards.append(torch.nan if row["reward"] is None else row["reward"])
-        groups.append(row["group"])
-        old = torch.tensor(row["log_probs_old"])
-        estimate = torch.zeros(len(old))
-        if in_reward:
-            estimate = kl_estimate(old, torch.tensor(row["log_probs_ref"]), settings.kl_estimator)
-        kl.append(estimate)
-        values.append(torch.tensor(row["values_old"]) if objective.critic else None)
-    rewards, groups = torch.tensor(rewards), torch.tensor(groups)
-    lengths, used = torch.tensor([len(x) for x in kl]), ~rewards.isnan()
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    beta = settings.beta if in_reward else 0.0
-    shaped = shape_sequence_rewards(rewards, _stack(kl, mask), mask, beta)
-    returns = None
-    if objective.critic:
-        scored = mask & used[:, None]
-        token_rewards = shape_token_rewards(rewards, _stack(kl, mask), scored, beta)
-        advantages, returns = objective.estimator(
-            token_rewards, _stack(values, mask), scored, settings.gamma, settings.lam
-        )
-        advantages, returns = _cut(whiten(advantages, scored), lengths), _cut(returns, lengths)
-    else:
-        advantages = objective.estimator(shaped, groups)[:, None].expand(mask.shape)
-        advantages = _cut(advantages, lengths)
-    kept = values if objective.critic else None
-    return Targets(advantages, returns, kept, shaped, used, groups, lengths)
+    accelerator: Accelerator
+    learner: Learner
+    rows: Sequence[dict]
+    targets: Targets
+    settings: Settings
+    stats: CompletionStats = field(init=False)
 
+    def __post_init__(self):
+        object.__setattr__(self, "stats", CompletionStats(len(self.rows)))
 
-def optimize(
-    accelerator: Accelerator,
-    policy: PreTrainedModel,
-    critic: PreTrainedModel | None,
-    optimizers: dict[str, torch.optim.Optimizer],
-    rows: Sequence[dict],
-    goal: Targets,
-    settings: Settings,
-    step: int,
-    seen: Seen,
-) -> Iterator[StepRecord]:
-    """Yield a record per optimizer step; `step` updates were done before this round.
+    def steps(self, done: int, taken: int = 0) -> Iterator[StepRecord]:
+        """Yield a record per optimizer step; `done` updates were taken before this round.
 
-    `optimizers` holds one for "policy" and, with a critic, one for "critic". Both models are in
-    evaluation mode: old, new and reference log-probs know no dropout. `seen` is filled on the way.
-    Rows are reshuffled in each epoch; after an epoch whose mean KL to the old policy is above
-    `target_kl` no further one starts.
-    """
-    for epoch in range(settings.ppo_epochs):
+        The first `taken` steps of the round are passed over: a run that was cut off took them, and
+        models and stats are as it left them. Rows are reshuffled in each epoch; after an epoch
+        whose mean KL to the old policy is above `target_kl` no further one starts. Raises
+        `NonFinite`, naming the row, for a loss that is not finite, unless settings say skip.
+        """
+        limit, left = self.settings.target_kl, taken
+        for epoch in range(self.settings.ppo_epochs):
+            for batches in self._plan(epoch):
+                if left:
+                    left -= 1
+                else:
+                    with self.accelerator.autocast():
+                        yield self._step(epoch, batches, done)
+                done += 1
+            if left:
+                continue  # the stats are those of a later epoch
+            if limit is not None and token_mean(self.stats.kl, self.targets.lengths) > limit:
+                return
+
+    def _plan(self, epoch: int) -> list[list[list[int]]]:
+        """Steps of micro-batches of row numbers. Unscorable rows, which weigh nothing, are no part
+        of them: whatever stands in such a row can neither stop a step nor skip its mates.
+        """
+        settings, used = self.settings, self.targets.used
+        sizes = (settings.train_batch_size, settings.batch_acc)
         names = ("optimize", settings.round_number, "shuffle", epoch)
-        steps = plan_groups(
-            goal.groups.tolist(),
-            settings.train_batch_size,
-            settings.batch_acc,
-            settings.seed,
-            *names,
+        plan = plan_groups(self.targets.groups.tolist(), *sizes, settings.seed, *names)
+        plan = [[[row for row in batch if used[row]] for batch in step] for step in plan]
+        plan = [[batch for batch in step if batch] for step in plan]
+        return [step for step in plan if step]
+
+    def _step(self, epoch: int, batches: list[list[int]], done: int) -> StepRecord:
+        """One optimizer step of the policy, and one of the critic, over the same micro-batches."""
+        settings, rows = self.settings, _flat(batches)
+        lengths = self.targets.lengths[rows]
+        weights = self._weights(batches, settings.aggregation)
+        losses = self._policy_losses(batches, weights)
+        policy = self._update("policy", losses, done, settings.lr)
+        critic = None
+        if self.learner.critic is not None:
+            losses = self._critic_losses(batches, self._weights(batches, "token-mean"))
+            critic = self._update("critic", losses, done, settings.lr_critic)
+        return StepRecord(
+            epoch,
+            policy,
+            critic,
+            self._rate(done, settings.lr),
+            token_mean(self.stats.kl[rows], lengths),
+            token_mean(self.stats.clipped_fraction[rows], lengths),
         )
-        for batches in steps:
-            numbers = [row for batch in batches for row in batch]
-            if not goal.used[numbers].any():
-                continue
-            with accelerator.autocast():
-                yield _step(
-                    accelerator,
-                    policy,
-                    critic,
-                    optimizers,
-                    rows,
-                    batches,
-                    goal,
-                    settings,
-                    step,
-                    seen,
-                    epoch,
-                )
-            step += 1
-        if (
-            settings.target_kl is not None
-            and token_mean(seen.kl, goal.lengths) > settings.target_kl
-        ):
-            return
 
-
-def _step(
-    accelerator, policy, critic, optimizers, rows, batches, goal, settings, step, seen, epoch
-) -> StepRecord:
-    """One optimizer step of the policy, and one of the critic, over the same micro-batches."""
-    numbers = [row for batch in batches for row in batch]
-    used, lengths, cap = goal.used[numbers], goal.lengths[numbers], settings.max_new_tokens
-    limits = (settings.max_norm, settings.nonfinite)
-    rate = _rate(step, settings.lr, settings)
-    weights = token_weights(lengths, used, settings.aggregation, cap)
-    shares = _policy_shares(policy, rows, batches, weights, goal, settings, seen)
-    policy_figures = update(accelerator, policy, optimizers["policy"], shares, rate, *limits)
-    critic_figures = None
-    if critic is not None:
-        weights = token_weights(lengths, used, "token-mean", cap)
-        shares = _critic_shares(critic, rows, batches, weights, goal, settings)
-        critic_rate = _rate(step, settings.lr_critic, settings)
-        critic_figures = update(
-            accelerator, critic, optimizers["critic"], shares, critic_rate, *limits
+    def _weights(self, batches: list[list[int]], aggregation: str) -> list[Tensor]:
+        """What a token of each row counts in the step's loss: (B,) for every micro-batch."""
+        rows, targets = _flat(batches), self.targets
+        weights = token_weights(
+            targets.lengths[rows], targets.used[rows], aggregation, self.settings.max_new_tokens
         )
-    return StepRecord(
-        epoch,
-        policy_figures,
-        critic_figures,
-        rate,
-        token_mean(seen.kl[numbers], lengths),
-        token_mean(seen.clipped_fraction[numbers], lengths),
-    )
+        return list(weights.split([len(batch) for batch in batches]))
 
+    def _update(self, name: str, losses: Iterator[Tensor], done: int, peak: float) -> StepFigures:
+        model, settings = getattr(self.learner, name), self.settings
+        optimizer, rate = self.learner.optimizers[name], self._rate(done, peak)
+        limits = (settings.max_norm, settings.nonfinite)
+        return update(self.accelerator, model, optimizer, losses, rate, *limits)
 
-def _rate(step: int, peak: float, settings: Settings) -> float:
-    return rate_of_update(step, peak, settings.warmup_steps, settings.decay_steps)
+    def _rate(self, done: int, peak: float) -> float:
+        return rate_of_update(done, peak, self.settings.warmup_steps, self.settings.decay_steps)
 
+    def _policy_losses(self, batches: list[list[int]], weights: list[Tensor]) -> Iterator[Tensor]:
+        """Each micro-batch's part of the step's loss, a scalar; what it shows goes into `stats`."""
+        settings, policy = self.settings, self.learner.policy
+        for batch, weight in zip(batches, weights, strict=True):
+            rows = [self.rows[i] for i in batch]
+            states = completion_states(policy.base_model, *_ids(rows))
+            mask = states.action_mask  # (B, T), and so is all that follows
+            log_probs, entropy = _log_probs_and_entropy(policy, states, settings.temperature)
+            old = _padded(rows, "log_probs_old", mask)
+            advantages = stack([self.targets.advantages[i] for i in batch], mask)
+            loss, clipped = settings.objective.loss(log_probs, old, advantages, mask, settings.clip)
+            kl_ref = None
+            if settings.beta > 0:
+                ref = _padded(rows, "log_probs_ref", mask)
+                kl_ref = kl_penalty(log_probs, ref, mask, settings.kl_estimator)
+                if settings.kl_placement == "loss":
+                    loss = loss + settings.beta * kl_ref
+            seen = TokenFigures(log_probs, old, mask, clipped, entropy, kl_ref)
+            self.stats.note(batch, seen)
+            yield self._checked(_weighted_sum(loss, weight, mask), loss, batch)
 
-def _policy_shares(policy, rows, batches, weights: Tensor, goal: Targets, settings, seen: Seen):
-    start = 0
-    for batch in batches:
-        share = weights[start : start + len(batch)]
-        start += len(batch)
-        chosen = [rows[i] for i in batch]
-        states = completion_states(
-            policy.base_model,
-            [row["prompt_ids"] for row in chosen],
-            [row["completion_ids"] for row in chosen],
-        )
-        mask = states.action_mask
-        log_probs, entropy = _log_probs_and_entropy(policy, states, settings.temperature)
-        old = _padded(chosen, "log_probs_old", mask)
-        advantages = _stack([goal.advantages[i] for i in batch], mask)
-        loss, clipped = settings.objective.loss(log_probs, old, advantages, mask, settings.clip)
-        kl_ref = None
-        if settings.beta > 0:
-            ref = _padded(chosen, "log_probs_ref", mask)
-            kl_ref = kl_penalty(log_probs, ref, mask, settings.kl_estimator)
-            if settings.kl_placement == "loss":
-                loss = loss + settings.beta * kl_ref
-        _record(seen, batch, goal.used, log_probs, old, clipped, mask, entropy, kl_ref)
-        yield torch.where(mask, loss * share.to(loss.device)[:, None], 0.0).sum()
+    def _critic_losses(self, batches: list[list[int]], weights: list[Tensor]) -> Iterator[Tensor]:
+        """Each micro-batch's part of the step's value loss, a scalar."""
+        targets = self.targets
+        for batch, weight in zip(batches, weights, strict=True):
+            rows = [self.rows[i] for i in batch]
+            values, mask = action_values(self.learner.critic, *_ids(rows))  # (B, T)
+            old = stack([targets.values_old[i] for i in batch], mask)
+            returns = stack([targets.returns[i] for i in batch], mask)
+            loss = value_loss(values, old, returns, mask, self.settings.clip_eps_val)
+            yield self._checked(_weighted_sum(loss, weight, mask), loss, batch)
 
-
-def _critic_shares(critic, rows, batches, weights: Tensor, goal: Targets, settings):
-    start = 0
-    for batch in batches:
-        share = weights[start : start + len(batch)]
-        start += len(batch)
-        chosen = [rows[i] for i in batch]
-        values, mask = action_values(
-            critic, [row["prompt_ids"] for row in chosen], [row["completion_ids"] for row in chosen]
-        )
-        old = _stack([goal.values_old[i] for i in batch], mask)
-        returns = _stack([goal.returns[i] for i in batch], mask)
-        loss = objectives.value_loss(values, old, returns, mask, settings.clip_eps_val)
-        yield settings.vf_coef * torch.where(mask, loss * share.to(loss.device)[:, None], 0.0).sum()
+    def _checked(self, total: Tensor, loss: Tensor, batch: list[int]) -> Tensor:
+        """The total of a micro-batch, if it may go on; else `NonFinite` names the row at fault."""
+        if self.settings.nonfinite == "stop" and not torch.isfinite(total):
+            of_rows = loss.detach().sum(1)  # (B,)
+            worst = torch.where(of_rows.isfinite(), of_rows.abs(), torch.inf).argmax()
+            row = self.rows[batch[worst]]
+            raise stop_of(total.item(), f"group {row['group']}, sample {row['sample']}: ")
+        return total
 
 
 def _log_probs_and_entropy(policy, states: States, temperature: float) -> tuple[Tensor, Tensor]:
@@ -285,53 +186,20 @@ def _log_probs_and_entropy(policy, states: States, temperature: float) -> tuple[
     return log_probs, entropy
 
 
-@torch.no_grad()
-def _record(
-    seen: Seen, batch, used: Tensor, log_probs, old, clipped, mask, entropy, kl_ref
-) -> None:
-    """Note what the micro-batch shows of its rows; unused ones train nothing and stay NaN."""
-    diagnostics = objectives.ratio_diagnostics(log_probs, old, clipped, mask)
-    figures, lengths = diagnostics._asdict(), mask.sum(1)
-    figures["entropy"] = entropy.sum(1) / lengths
-    if kl_ref is not None:
-        figures["kl_ref"] = kl_ref.sum(1) / lengths
-    kept = used[batch]
-    rows = torch.tensor(batch)[kept]
-    for name, figure in figures.items():
-        getattr(seen, name)[rows] = figure.cpu()[kept]
-    ratios = _cut((log_probs - old).exp().cpu(), lengths)
-    for row, ratio, is_used in zip(batch, ratios, kept.tolist(), strict=True):
-        if is_used:
-            seen.ratios[row] = ratio
+def _weighted_sum(loss: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
+    """(B, T), (B,), (B, T) -> scalar: each action token by its row's weight."""
+    return torch.where(mask, loss * weights.to(loss.device)[:, None], 0.0).sum()
 
 
-def token_mean(row_means: Tensor, lengths: Tensor) -> float:
-    """(N,) token means of rows, (N,) lengths -> mean over all tokens; NaN rows are left out."""
-    known = ~row_means.isnan()
-    weights = torch.where(known, lengths, 0)
-    return (torch.where(known, row_means, 0.0) * weights).sum().item() / max(1, int(weights.sum()))
+def _flat(batches: list[list[int]]) -> list[int]:
+    return [row for batch in batches for row in batch]
 
 
-def explained_variance(values: Sequence[Tensor], returns: Sequence[Tensor]) -> float | None:
-    """1 - Var(returns - values) / Var(returns) over all tokens; None if returns have no spread."""
-    values, returns = torch.cat(list(values)), torch.cat(list(returns))
-    if len(returns) < 2 or returns.max() == returns.min():
-        return None
-    return 1 - ((returns - values).var() / returns.var()).item()
+def _ids(rows: Sequence[dict]) -> tuple[list, list]:
+    """Prompts and completions of rows, as ids."""
+    return [row["prompt_ids"] for row in rows], [row["completion_ids"] for row in rows]
 
 
 def _padded(rows: Sequence[dict], column: str, mask: Tensor) -> Tensor:
     """(B, T) float32 of a list column, 0 where padded."""
-    return _stack([torch.tensor(row[column]) for row in rows], mask)
-
-
-def _cut(padded: Tensor, lengths: Tensor) -> list[Tensor]:
-    """(N, T), (N,) -> N tensors of true length."""
-    return [padded[i, :length] for i, length in enumerate(lengths.tolist())]
-
-
-def _stack(parts: Sequence[Tensor], mask: Tensor) -> Tensor:
-    padded = torch.zeros(mask.shape)
-    for i, part in enumerate(parts):
-        padded[i, : len(part)] = part
-    return padded.to(mask.device)
+    return stack([torch.tensor(row[column]) for row in rows], mask)

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from stages.base.chunks import chunks
 from stages.base.randomness import shuffled
 from stages.rollouts.sampling import Completion, Sampling, sample, uniforms
 
@@ -29,10 +31,14 @@ class Prompt:
 
 @dataclass
 class Counts:
-    """Groups a round kept and, under dynamic sampling, dropped; tried = kept + dropped."""
+    """Groups a round kept and, under dynamic sampling, dropped; tried = kept + dropped.
+
+    `unscored` of the dropped ones have no score at all: nothing checks their answers.
+    """
 
     kept: int = 0
     dropped: int = 0
+    unscored: int = 0
     cursor: int = 0
 
     @property
@@ -71,31 +77,25 @@ class Engine:
         became of them in this round.
         """
         counts, limit = self.counts, wanted * max(1, tries)
-        counts.kept, counts.dropped, counts.cursor = 0, 0, cursor
-        at_once = max(1, self.batch_size // self.num_rollouts)
+        counts.kept, counts.dropped, counts.unscored, counts.cursor = 0, 0, 0, cursor
+        at_once = groups_at_once(self.batch_size, self.num_rollouts)
         while counts.kept < wanted and counts.tried < limit:
             size = min(at_once, wanted - counts.kept, limit - counts.tried)
             positions = range(counts.cursor, counts.cursor + size)
             chosen = [prompts[prompt_at(p, len(prompts), self.seed)] for p in positions]
-            for prompt, completions in zip(
-                chosen, self._groups(chosen, round_number, positions), strict=True
-            ):
+            shape = (self.num_rollouts, self.sampling.max_new_tokens)
+            draws = draws_of(self.seed, "rollout", round_number, positions, shape)
+            groups = sample_groups(self.policy, chosen, draws, self.sampling)
+            for prompt, completions in zip(chosen, groups, strict=True):
                 group = self._rows_of_group(prompt, completions, round_number, counts.kept)
-                if tries and _all_alike([row["reward_correctness"] for row in group]):
+                scores = {row["reward_correctness"] for row in group} - {None}
+                if tries and len(scores) < 2:
                     counts.dropped += 1
+                    counts.unscored += not scores
                 else:
                     counts.kept += 1
                     yield from group
             counts.cursor += size
-
-    def _groups(self, prompts, round_number: int, positions) -> list[list[Completion]]:
-        shape = (self.num_rollouts, self.sampling.max_new_tokens)
-        draws = [uniforms(self.seed, "rollout", round_number, p, shape) for p in positions]
-        completions = sample(
-            self.policy, [prompt.ids for prompt in prompts], torch.stack(draws), self.sampling
-        )
-        size = self.num_rollouts
-        return [completions[i : i + size] for i in range(0, len(completions), size)]
 
     def _rows_of_group(
         self, prompt: Prompt, completions, round_number: int, group: int
@@ -122,6 +122,32 @@ class Engine:
         return rows
 
 
+def sample_groups(
+    policy: PreTrainedModel, prompts: Sequence[Prompt], draws: Tensor | None, sampling: Sampling
+) -> list[list[Completion]]:
+    """(U prompts, draws (U, G, T)) -> U lists of G completions; without draws one greedy one."""
+    completions = sample(policy, [prompt.ids for prompt in prompts], draws, sampling)
+    return list(chunks(completions, len(completions) // len(prompts)))
+
+
+def draws_of(
+    seed: int, stage: str, round_number: int, positions: Sequence[int], shape: tuple[int, int]
+) -> Tensor:
+    """(U positions), (G, T) -> (U, G, T): each position's own uniforms, whatever its mates are."""
+    return torch.stack([uniforms(seed, stage, round_number, p, shape) for p in positions])
+
+
+def groups_at_once(completions: int, samples: int) -> int:
+    """How many prompts are decoded side by side; always at least one."""
+    return max(1, completions // samples)
+
+
+def stop_ids(policy: PreTrainedModel) -> tuple[int, ...]:
+    """The tokens that end a completion, as the model's folder says."""
+    stops = policy.generation_config.eos_token_id
+    return tuple([stops] if isinstance(stops, int) else stops)
+
+
 def prompt_at(position: int, count: int, seed: int) -> int:
     """Which of `count` prompts stands at a position of the endless order: a permutation a pass."""
     return _pass_order(count, seed, position // count)[position % count]
@@ -130,8 +156,3 @@ def prompt_at(position: int, count: int, seed: int) -> int:
 @lru_cache(maxsize=2)
 def _pass_order(count: int, seed: int, number: int) -> list[int]:
     return shuffled(count, seed, "rollout", "prompts", number)
-
-
-def _all_alike(scores: Sequence[float | None]) -> bool:
-    known = [score for score in scores if score is not None]
-    return len(set(known)) < 2

@@ -1,10 +1,10 @@
 """The rows that a stage was asked for: the embedded task's, or those of a dataset knob."""
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import click
@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from stages.base.chunks import chunks
 from stages.base.command import progress
+from stages.base.errors import InputError
 from stages.base.knobs import Source
 from stages.base.spelling import spelled_out
 from stages.rows.canonical import SAMPLED_ROWS, CanonicalRow, count_reason, open_rows
@@ -55,14 +56,16 @@ class Intake:
             "dropped_by_reason": dict(sorted(self.dropped.items())),
         } | self.sums
 
-    def report(self) -> None:
-        """Print each reason once, with the number of rows and the first of them."""
+    def close(self) -> None:
+        """Print each reason once, with its rows and their first; InputError where none was kept."""
         for reason, count in sorted(self.dropped.items()):
             first = f"first: row {self.first[reason]}"
             click.echo(spelled_out(f"{self.name}: dropped {count} rows: {reason} ({first})"))
         if unseen := self.sums["tools_unseen"]:
             found = f"takes no notice of the tools of {unseen} rows"
             click.echo(spelled_out(f"{self.name}: the chat template {found}"))
+        if not self.kept:
+            raise InputError(f"{self.name}: no row was kept of {self.rows}")
 
 
 def open_source(
@@ -91,14 +94,20 @@ def open_source(
     return name, rows
 
 
-def look_into(kind: str, source: Source, seed: int) -> None:
-    """Open a dataset and read its first rows; InputError where no later stage could use them.
+def look_into(
+    kind: str, source: Source, task_rows: list[dict], seed: int
+) -> Iterator[tuple[int, CanonicalRow]]:
+    """The rows of a source (`task_rows` of the embedded task) once its first ones were read.
 
-    Nothing is done for the embedded task.
+    InputError where no later stage could use them.
     """
-    if source.dataset != EMBEDDED:
+    if source.dataset == EMBEDDED:
+        rows = enumerate(task_rows, start=1)
+        _, rows = open_rows(kind, rows, source.format, source.columns, EMBEDDED)
+    else:
         _, rows = open_source(kind, source, Path(EMBEDDED), seed)
-        deque(islice(rows, SAMPLED_ROWS + 1), maxlen=0)
+    first = list(islice(rows, SAMPLED_ROWS + 1))
+    return chain(first, rows)
 
 
 @dataclass
@@ -125,7 +134,8 @@ def tokenized(
 ) -> Iterator[pa.RecordBatch]:
     """Numbered canonical rows -> tables of a schema, by all cores; counted in `intake`.
 
-    `encode(rows, part)` takes up to 256 rows and says to `part` what becomes of each.
+    `encode(rows, part)` takes up to 256 rows and says to `part` what becomes of each. InputError at
+    the end where no row was kept, so that the table is not written.
     """
     work = partial(_encoded, encode, schema)
     parts = chunks(progress(rows, "tokenize"), BATCH)
@@ -135,6 +145,7 @@ def tokenized(
             intake.drop(row_number, reason)
         intake.sums.update(more)
         yield batch
+    intake.close()
 
 
 def _encoded(encode: Callable, schema: pa.Schema, rows: list):

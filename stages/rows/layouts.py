@@ -1,15 +1,18 @@
 """The columns of a file: which of the known formats they are, and the values of one row by field.
 
 A format is a set of fields; a field is read from the column of its own name unless `columns` names
-another. Each field holds one type of value in the whole file.
+another. A column `reward_model.ground_truth` is what a mapping holds under a key. Each field holds
+one type of value in the whole file.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from stages.base.errors import InputError
 from stages.text.messages import Unusable, kind_of
 
+ABSENT = object()
 TEXT, TURNS = ("text",), ("a list",)
 TEXT_OR_TURNS = ("text", "a list")
 FIELD_TYPES = {
@@ -17,8 +20,8 @@ FIELD_TYPES = {
     "conversations": TURNS,
     "prompt": TEXT_OR_TURNS,
     "completion": TEXT_OR_TURNS,
-    "chosen": TEXT_OR_TURNS,
-    "rejected": TEXT_OR_TURNS,
+    "chosen": (*TEXT_OR_TURNS, "an object"),
+    "rejected": (*TEXT_OR_TURNS, "an object"),
     "system": TEXT,
     "instruction": TEXT,
     "input": TEXT,
@@ -44,6 +47,7 @@ FORMATS = {
     },
     "preferences": {
         "prompted_pair": (("prompt", "chosen", "rejected"), ("margin", "system", "tools")),
+        "sharegpt_pair": (("conversations", "chosen", "rejected"), ("margin", "system", "tools")),
         "pair": (("chosen", "rejected"), ("margin", "system", "tools")),
     },
     "prompts": {
@@ -81,15 +85,16 @@ def detect(
     _check_knobs(formats, name, named)
     samples: dict = {}
     for row in rows:
-        for column, value in row.items():
+        for column in (*row, *named.values()):
             if samples.get(column) is None:
-                samples[column] = value
+                samples[column] = _value_at(row, column)
+    _check_columns(named, rows)
     for candidate, (needed, optional) in formats.items():
         fields = {field: named.get(field, field) for field in needed + optional}
         filled = {field: col for field, col in fields.items() if samples.get(col) is not None}
         if name in (None, candidate) and set(named) <= set(fields) and set(needed) <= set(filled):
             types = {field: _type_of(field, col, samples[col]) for field, col in filled.items()}
-            unread = tuple(col for col in samples if col not in fields.values())
+            unread = _unread(samples, set(fields.values()))
             return Layout(kind, candidate, fields, types, unread)
     raise InputError(_no_format(kind, formats, samples, name))
 
@@ -106,6 +111,33 @@ def _check_knobs(formats: dict, name: str | None, named: dict) -> None:
     for field in named:
         if field not in fields:
             raise InputError(f"columns: no field '{field}'; expected some of {sorted(fields)}")
+
+
+def _check_columns(named: dict, rows: Sequence[dict]) -> None:
+    """InputError for a column that a knob names and none of the first rows has."""
+    for field, column in named.items():
+        if all(_value_at(row, column, ABSENT) is ABSENT for row in rows):
+            names = chain.from_iterable(_columns(row, lambda _: True) for row in rows)
+            found = ", ".join(dict.fromkeys(names))
+            raise InputError(f"columns: no column {column!r} (for {field!r}); there are [{found}]")
+
+
+def _columns(values: dict, opened: Callable[[str], bool], prefix: str = "") -> Iterator[str]:
+    """Names of the columns; of a mapping that is `opened`, the dotted names of what it holds."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value and opened(f"{prefix}{key}"):
+            yield from _columns(value, opened, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _unread(samples: dict, used: Collection[str]) -> tuple[str, ...]:
+    """The columns that no field takes; of a mapping that one reaches into, what else it holds."""
+
+    def opened(column: str) -> bool:
+        return column not in used and any(name.startswith(f"{column}.") for name in used)
+
+    return tuple(dict.fromkeys(name for name in _columns(samples, opened) if name not in used))
 
 
 def _type_of(field: str, column: str, value) -> str:
@@ -130,7 +162,7 @@ def values_of(layout: Layout, row: dict) -> dict:
     needed, _ = FORMATS[layout.kind][layout.name]
     values = {}
     for field, column in layout.columns.items():
-        value = row.get(column)
+        value = _value_at(row, column)
         if value is not None:
             values[field] = value
             wanted = (layout.types[field],) if field in layout.types else FIELD_TYPES[field]
@@ -146,8 +178,17 @@ def values_of(layout: Layout, row: dict) -> dict:
     return values
 
 
+def _value_at(row: dict, column: str, absent=None):
+    """The value of a column, or of what a mapping holds under the keys after a dot."""
+    outer, dot, rest = column.partition(".")
+    if column in row or not dot:
+        return row.get(column, absent)
+    inner = row.get(outer)
+    return _value_at(inner, rest, absent) if isinstance(inner, dict) else absent
+
+
 def _check_same_format(layout: Layout, row: dict) -> None:
-    if any(column in row for column in layout.columns.values()):
+    if any(_value_at(row, column, ABSENT) is not ABSENT for column in layout.columns.values()):
         return
     for name, (needed, _) in FORMATS[layout.kind].items():
         if all(row.get(field) is not None for field in needed):

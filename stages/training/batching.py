@@ -46,3 +46,9 @@ def plan_groups(
     rows = [row for i in shuffled(len(keys), seed, *names) for row in members[keys[i]]]
     batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
     return [batches[i : i + batch_acc] for i in range(0, len(batches), batch_acc)]
+
+
+def pair_lengths(rows) -> list[int]:
+    """Tokens of prompt and longer answer of each pair, by which pairs are batched."""
+    sides = (rows.lengths(name) for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
+    return [prompt + max(chosen, rejected) for prompt, chosen, rejected in zip(*sides, strict=True)]

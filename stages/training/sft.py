@@ -20,12 +20,12 @@ def predicted(labels: Sequence[int]) -> int:
     return sum(label != IGNORED for label in labels[1:])
 
 
-def loss_share(policy: PreTrainedModel, rows: Sequence[dict], divisor: int) -> Tensor:
+def micro_batch_loss(policy: PreTrainedModel, rows: Sequence[dict], divisor: int) -> Tensor:
     """(B rows of `input_ids`, `labels`) -> scalar: summed loss / divisor, in nats.
 
-    `divisor` is the number of predicted labels of the whole optimizer step, so that shares add up
-    to its token mean. What comes before a row's first label is only read; the head runs where a
-    label is.
+    `divisor` is the number of predicted labels of the whole optimizer step, so that micro-batches
+    add up to its token mean. What comes before a row's first label is only read; the head runs
+    where a label is.
     """
     starts = [first_label(row["labels"]) for row in rows]
     pairs = list(zip(rows, starts, strict=True))
@@ -52,4 +52,4 @@ def first_label(labels: Sequence[int]) -> int:
 def mean_loss(policy: PreTrainedModel, batches: Sequence[Sequence[dict]]) -> float:
     """Token-mean loss over micro-batches of rows."""
     count = sum(predicted(row["labels"]) for batch in batches for row in batch)
-    return sum(loss_share(policy, batch, count).item() for batch in batches)
+    return sum(micro_batch_loss(policy, batch, count).item() for batch in batches)

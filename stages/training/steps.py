@@ -1,7 +1,7 @@
 """One optimizer step, whatever is trained: schedule, gradient accumulation, clipping, update.
 
 A loss is divided once, by the count that its definition names, over the whole optimizer step. The
-micro-batch losses that come in here are therefore shares that add up, and their number never
+losses of micro-batches that come in here therefore add up to the step's, and their number never
 changes a gradient.
 """
 
@@ -27,9 +27,14 @@ class NonFinite(InputError):
     )
 
 
+def stop_of(loss: float, place: str = "") -> NonFinite:
+    """What `nonfinite: stop` raises for a loss; `place` names the rows at fault where known."""
+    return NonFinite(f"{place}the loss is {loss}; nonfinite: stop. Nothing was saved")
+
+
 @dataclass(frozen=True)
 class StepFigures:
-    """loss (sum of the shares), L2 norm of the gradient before clipping, micro-batches left out."""
+    """loss (sum over micro-batches), gradient norm before clipping (L2), micro-batches left out."""
 
     loss: float
     grad_norm: float
@@ -73,26 +78,26 @@ def update(
     max_norm: float,
     nonfinite: str,
 ) -> StepFigures:
-    """Take one optimizer step over micro-batch loss shares, each backpropagated as it comes.
+    """Take one optimizer step over micro-batch losses that add up, each backpropagated as it comes.
 
-    With several processes each brings the shares of its own rows and the gradients are summed, so
-    the divisor inside the shares must count the rows of all processes. Raises `NonFinite` for a
-    loss or gradient that is not finite, unless `nonfinite` is "skip": then that share is left out;
-    a step with no share left, or whose summed gradient is not finite, changes nothing.
+    With several processes each brings the losses of its own rows and the gradients are summed, so
+    their divisor must count the rows of all processes. Raises `NonFinite` for a loss or gradient
+    that is not finite, unless `nonfinite` is "skip": then that micro-batch is left out; a step with
+    none left, or whose summed gradient is not finite, changes nothing.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     total, kept, skipped = torch.zeros((), device=accelerator.device), 0, 0
     for loss in losses:
         if not torch.isfinite(loss):
             if nonfinite == "stop":
-                raise NonFinite(f"the loss is {loss.item()}; nonfinite: stop. Nothing was saved")
+                raise stop_of(loss.item())
             skipped += 1
             continue
         if loss.requires_grad:
             accelerator.backward(loss)
         total, kept = total + loss.detach(), kept + 1
     if accelerator.num_processes > 1:
-        # A process without a share of its own steps with the others, or their weights would part.
+        # A process without a loss of its own steps with the others, or their weights would part.
         counts = accelerator.reduce(torch.tensor([kept, skipped], device=total.device), "sum")
         total, (kept, skipped) = accelerator.reduce(total, "sum"), counts.tolist()
         for parameter in parameters:

@@ -62,8 +62,8 @@ def test_rows_come_back_as_they_were_written(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-@pytest.mark.parametrize("count", [0, 1, ROWS_PER_GROUP, ROWS_PER_GROUP + 1])
-def test_no_row_one_row_and_many_rows_have_one_schema(tmp_path, name, count):
+@pytest.mark.parametrize("count", [1, ROWS_PER_GROUP, ROWS_PER_GROUP + 1])
+def test_one_row_and_many_rows_have_one_schema(tmp_path, name, count):
     schema = SCHEMAS[name]
     path = written(tmp_path / "t.parquet", schema, (row_of(schema) for _ in range(count)))
     found = pq.read_schema(path)
@@ -73,6 +73,15 @@ def test_no_row_one_row_and_many_rows_have_one_schema(tmp_path, name, count):
     assert sum(1 for _ in iterate_rows(path, schema)) == count
     with random_access(path, schema) as rows:
         assert len(rows) == count
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("read", [open_table, iterate_rows, iterate_batches, random_access])
+def test_n16_a_table_without_rows_is_refused_by_every_reader(tmp_path, name, read):
+    path = written(tmp_path / "t.parquet", SCHEMAS[name], [])
+    with pytest.raises(InputError, match=r"t\.parquet: no rows; expected at least one"):
+        found = read(path, SCHEMAS[name])
+        found.__enter__() if read is random_access else next(iter(found))
 
 
 def test_columns_that_are_null_throughout_change_no_schema(tmp_path):
@@ -355,7 +364,7 @@ def test_a_file_with_a_broken_page_is_named(tmp_path):
 def test_what_made_a_table_is_in_its_metadata(tmp_path):
     path = tmp_path / "t.parquet"
     made = {"stage": "rollout", "round": 3, "note": 'é "x"\n'}
-    write_table(path, SFT, [], made)
+    write_table(path, SFT, [row_of(SFT)], made)
     assert read_provenance(path) == made
     assert pq.read_metadata(path).metadata[b"schema_version"] == b"1"
     assert open_table(path, SFT).schema_arrow.names == SFT.names

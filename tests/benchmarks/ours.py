@@ -64,7 +64,7 @@ def supervised(stage, load, path: str, schema, steps: int, size_of, knobs, recip
     `size_of(rows, numbers)` is what a step's rows come to, in the unit that is counted.
     """
     from stages.base.tables import random_access
-    from stages.training.batching import plan_epoch
+    from stages.training.batching import pair_lengths, plan_epoch
 
     accelerator, device = started(knobs)
     with random_access(Path(path), schema) as rows:
@@ -74,7 +74,7 @@ def supervised(stage, load, path: str, schema, steps: int, size_of, knobs, recip
         except Enough:
             pass
         lengths = rows.lengths("input_ids") if "input_ids" in schema.names else None
-        lengths = lengths or stage.pair_lengths(rows)
+        lengths = lengths or pair_lengths(rows)
         sizes = (recipe.train_batch_size, recipe.batch_acc, recipe.drop_last)
         plan = plan_epoch(lengths, *sizes, knobs.seed, stage.__name__.rpartition(".")[2], 0)
         count = [size_of(lengths, [i for part in step for i in part]) for step in plan]
@@ -152,12 +152,14 @@ class Round:
     def optimize(self, number: int, rows: list[dict]) -> None:
         from dataclasses import replace
 
-        from stages.rl.epochs import Seen, optimize, targets
+        from stages.rl import epochs
+        from stages.rl.targets import make_targets
 
         settings = replace(self.settings, round_number=number)
-        goal, seen = targets(rows, settings), Seen(len(rows))
-        models = (self.policy, None, self.optimizers)
-        for _ in optimize(self.accelerator, *models, rows, goal, settings, self.steps, seen):
+        learner = epochs.Learner(self.policy, None, self.optimizers)
+        targets = make_targets(rows, settings)
+        learning = epochs.Round(self.accelerator, learner, rows, targets, settings)
+        for _ in learning.steps(self.steps):
             self.steps += 1
 
 
@@ -192,8 +194,10 @@ def memory(args) -> dict:
     from stages.base import params
     from stages.base.chunks import chunks
     from stages.knobs.score import Knobs
-    from stages.models.checkpoints import TrainerState, load_policy, load_scorer, save_policy
-    from stages.models.scoring import reference_log_probs, scores_and_values, total_reward
+    from stages.models.checkpoints import load_policy, load_scorer
+    from stages.models.scorers import reference_log_probs, scores_and_values
+    from stages.models.trainer_state import TrainerState, save_policy
+    from stages.score import total_reward
 
     run, knobs = Round(args.prompts), params.load(Knobs)
     scorer = load_scorer(Path("rm"), knobs.attention, run.device)

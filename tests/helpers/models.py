@@ -4,6 +4,8 @@ Models come in evaluation mode and are the same for the same seed. GPT-2 has abs
 its usual dropout of 0.1, so that wrong positions and a forgotten `eval()` show.
 """
 
+from pathlib import Path
+
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -19,7 +21,9 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from stages.base.files import replacing
 from stages.models import tiny
+from stages.models.checkpoints import save_model
 
 VOCABULARY = 48
 NO_SPECIAL_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -90,6 +94,13 @@ def byte_tokenizer(pad_is_eos: bool = False):
     if pad_is_eos:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def saved(folder: Path, model, tokenizer=None) -> Path:
+    """Model and tokenizer (one of bytes by default) in a folder, as a stage saves them."""
+    with replacing(folder, folder=True) as temporary:
+        save_model(temporary, model, tokenizer or byte_tokenizer())
+    return folder
 
 
 def cpu_accelerator() -> Accelerator:

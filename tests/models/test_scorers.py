@@ -1,13 +1,14 @@
 import pytest
 import torch
 
-from stages.models.scorers import action_values, scores, state_values
-from stages.models.scoring import (
-    column_of,
+from stages.models.scorers import (
+    action_values,
     reference_log_probs,
+    scores,
     scores_and_values,
-    total_reward,
+    state_values,
 )
+from stages.score import column_of, total_reward
 from tests.helpers.models import POLICIES, SCORERS, plain_log_probs
 
 each_scorer = pytest.mark.parametrize("make", SCORERS.values(), ids=SCORERS)

@@ -6,15 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stages.rl.epochs import (
-    Seen,
-    Settings,
-    explained_variance,
-    optimize,
-    targets,
-    token_mean,
-)
+from stages.rl.epochs import Learner, Round
 from stages.rl.objectives import OBJECTIVES, Clip
+from stages.rl.stats import explained_variance, token_mean
+from stages.rl.targets import Settings, make_targets
 from stages.training.steps import NonFinite, adamw
 from tests.helpers.models import (
     buffer_row,
@@ -43,9 +38,8 @@ def settings(loss: str, **options) -> Settings:
             "objective": objective,
             "aggregation": objective.aggregation,
             "kl_placement": objective.kl_placement,
-            "clip": Clip(0.2, 0.2, 1.0, 1.05),
-            "clip_eps_val": 0.2,
-            "vf_coef": 0.5,
+            "clip": Clip(0.2, 0.28, 1.0, 1.05),
+            "clip_eps_val": 0.15,
             "gamma": 1.0,
             "lam": 0.95,
             "beta": 0.0,
@@ -57,7 +51,7 @@ def settings(loss: str, **options) -> Settings:
             "train_batch_size": 100,
             "batch_acc": 1,
             "lr": 1e-2,
-            "lr_critic": 1e-2,
+            "lr_critic": 2e-2,
             "warmup_steps": 0,
             "decay_steps": None,
             "max_norm": 1e6,
@@ -99,7 +93,7 @@ SIX = {"rewards": [1.0, 0.0, 0.25, 0.75, 0.0, 1.0], "lengths": [3, 1, 8, 2, 4, 5
 
 
 class Run:
-    """Models after `optimize`, with the records of its steps and what was seen."""
+    """Models after `optimize`, with the records and stats of its steps."""
 
     def __init__(self, policy, critic, rows, chosen: Settings, sgd=None, step=0):
         self.policy, self.critic = policy, critic
@@ -108,20 +102,10 @@ class Run:
             name: torch.optim.SGD(model.parameters(), lr=0.1) if sgd else adamw(model, 1.0, 0.0)
             for name, model in models.items()
         }
-        self.goal, self.seen = targets(rows, chosen), Seen(len(rows))
-        self.records = list(
-            optimize(
-                cpu_accelerator(),
-                policy,
-                critic,
-                self.optimizers,
-                rows,
-                self.goal,
-                chosen,
-                step,
-                self.seen,
-            )
-        )
+        self.targets = make_targets(rows, chosen)
+        learner = Learner(policy, critic, self.optimizers)
+        learning = Round(cpu_accelerator(), learner, rows, self.targets, chosen)
+        self.stats, self.records = learning.stats, list(learning.steps(step))
 
     def weights(self):
         critic = weights_of(self.critic) if self.critic else {}
@@ -162,32 +146,59 @@ def close(got, wanted) -> None:
 
 
 def test_grpo_targets_by_hand():
-    goal = targets(hand_rows(), settings("grpo", beta=0.5))
+    found = make_targets(hand_rows(), settings("grpo", beta=0.5))
     a = 0.5 / (math.sqrt(0.5) + 1e-4)
     b = 1.0 / (math.sqrt(2.0) + 1e-4)
-    close(goal.advantages, [[a, a], [-a], [b], [-b, -b]])
-    assert goal.rewards.tolist() == [1.0, 0.0, 3.0, 1.0]  # its KL goes into the loss
-    assert goal.returns is None and goal.values_old is None
-    assert goal.used.tolist() == [True] * 4
-    assert goal.groups.tolist() == [0, 0, 4, 4]
-    assert goal.lengths.tolist() == [2, 1, 1, 2]
+    close(found.advantages, [[a, a], [-a], [b], [-b, -b]])
+    assert found.rewards.tolist() == [1.0, 0.0, 3.0, 1.0]  # its KL goes into the loss
+    assert found.returns is None and found.values_old is None
+    assert found.used.tolist() == [True] * 4
+    assert found.groups.tolist() == [0, 0, 4, 4]
+    assert found.lengths.tolist() == [2, 1, 1, 2]
 
 
 def test_rloo_targets_by_hand_with_the_kl_of_the_whole_completion_in_the_reward():
-    goal = targets(hand_rows(), settings("rloo", beta=0.5, kl_estimator="k1"))
+    found = make_targets(hand_rows(), settings("rloo", beta=0.5, kl_estimator="k1"))
     # Summed k1: 0.5 + 0, 0.25, 0, 0 + 1; half of it comes off.
-    assert goal.rewards.tolist() == pytest.approx([0.75, -0.125, 3.0, 0.5])
-    close(goal.advantages, [[0.875, 0.875], [-0.875], [2.5], [-2.5, -2.5]])
+    assert found.rewards.tolist() == pytest.approx([0.75, -0.125, 3.0, 0.5])
+    close(found.advantages, [[0.875, 0.875], [-0.875], [2.5], [-2.5, -2.5]])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "sums"),
+    [("k1", [0.5, 0.25, 0.0, 1.0]), ("k2", [0.125, 0.03125, 0.0, 0.5])],
+)
+def test_the_kl_in_the_reward_is_by_the_estimator_asked_for(estimator, sums):
+    found = make_targets(hand_rows(), settings("rloo", beta=0.5, kl_estimator=estimator))
+    rewards = [r - 0.5 * kl for r, kl in zip([1.0, 0.0, 3.0, 1.0], sums, strict=True)]
+    assert found.rewards.tolist() == pytest.approx(rewards)
+    rows = hand_rows(values_old=[[0.0, 0.0], [0.0], [0.0], [0.0, 0.0]])
+    chosen = settings("ppo", beta=0.5, kl_estimator=estimator, lam=1.0)
+    firsts = [part[0].item() for part in make_targets(rows, chosen).returns]
+    assert firsts == pytest.approx(rewards)
+
+
+def test_the_kl_in_the_loss_is_by_the_estimator_asked_for():
+    rows, beta = make_buffer(llama(), **SIX), 0.3
+    for estimator, of in (("k2", lambda x: x * x / 2), ("k3", lambda x: math.exp(-x) - 1 + x)):
+        with_kl = run("dapo", rows, beta=beta, kl_estimator=estimator)
+        without = run("dapo", rows, beta=0.0)
+        pairs = [p for r in rows for p in zip(r["log_probs_old"], r["log_probs_ref"], strict=True)]
+        mean = sum(of(new - ref) for new, ref in pairs) / 23
+        gap = with_kl.records[0].policy.loss - without.records[0].policy.loss
+        assert gap == pytest.approx(beta * mean, rel=1e-3)
 
 
 def test_beta_zero_needs_no_reference():
     rows = hand_rows(log_probs_ref=[None] * 4)
-    close(targets(rows, settings("rloo")).advantages, [[1.0, 1.0], [-1.0], [2.0], [-2.0, -2.0]])
+    close(
+        make_targets(rows, settings("rloo")).advantages, [[1.0, 1.0], [-1.0], [2.0], [-2.0, -2.0]]
+    )
 
 
 def test_ppo_targets_by_hand():
     rows = hand_rows(values_old=[[0.5, 0.25], [0.5], [1.0], [0.0, 2.0]])
-    goal = targets(rows, settings("ppo", beta=0.5, kl_estimator="k1", gamma=1.0, lam=0.5))
+    found = make_targets(rows, settings("ppo", beta=0.5, kl_estimator="k1", gamma=1.0, lam=0.5))
     # Token rewards: -0.25, 1 | -0.125 | 3 | 0, 0.5.
     raw = [
         [-0.25 + 0.25 - 0.5 + 0.5 * 0.75, 0.75],
@@ -195,25 +206,25 @@ def test_ppo_targets_by_hand():
         [2.0],
         [0 + 2.0 - 0.0 + 0.5 * -1.5, -1.5],
     ]
-    close(goal.returns, [[0.375, 1.0], [-0.125], [3.0], [1.25, 0.5]])
+    close(found.returns, [[0.375, 1.0], [-0.125], [3.0], [1.25, 0.5]])
     flat = [x for row in raw for x in row]
     mean = sum(flat) / 6
     std = math.sqrt(sum((x - mean) ** 2 for x in flat) / 5)
-    close(goal.advantages, [[(x - mean) / std for x in row] for row in raw])
-    assert lists(goal.values_old) == [[0.5, 0.25], [0.5], [1.0], [0.0, 2.0]]
+    close(found.advantages, [[(x - mean) / std for x in row] for row in raw])
+    assert lists(found.values_old) == [[0.5, 0.25], [0.5], [1.0], [0.0, 2.0]]
 
 
 def test_unscorable_rows_have_advantage_zero_and_do_not_count():
     rows = hand_rows(reward=[1.0, 0.0, None, 1.0])
-    goal = targets(rows, settings("rloo"))
-    close(goal.advantages, [[1.0, 1.0], [-1.0], [0.0], [0.0, 0.0]])  # one row left of a group
-    assert goal.used.tolist() == [True, True, False, True]
-    assert goal.rewards.isnan().tolist() == [False, False, True, False]
+    found = make_targets(rows, settings("rloo"))
+    close(found.advantages, [[1.0, 1.0], [-1.0], [0.0], [0.0, 0.0]])  # one row left of a group
+    assert found.used.tolist() == [True, True, False, True]
+    assert found.rewards.isnan().tolist() == [False, False, True, False]
     rows = hand_rows(reward=[1.0, 0.0, None, 1.0], values_old=[[0.0, 0.0], [0.0], [9.0], [0.0] * 2])
-    goal = targets(rows, settings("ppo", lam=1.0))
-    close(goal.returns, [[1.0, 1.0], [0.0], [0.0], [1.0, 1.0]])
+    found = make_targets(rows, settings("ppo", lam=1.0))
+    close(found.returns, [[1.0, 1.0], [0.0], [0.0], [1.0, 1.0]])
     a = 0.2 / math.sqrt(4 * 0.2**2 / 4 + 0.8**2 / 4)
-    close(goal.advantages, [[a, a], [-4 * a], [0.0], [a, a]])
+    close(found.advantages, [[a, a], [-4 * a], [0.0], [a, a]])
 
 
 # The first step, and the ones after it.
@@ -225,10 +236,10 @@ def test_at_the_first_step_the_ratio_is_one_and_nothing_is_clipped(loss, make, m
     made = run(loss, make=make, make_critic=make_critic, temperature=TEMPERATURE)
     assert len(made.records) == 1
     ones = torch.ones(6)
-    torch.testing.assert_close(made.seen.ratio_mean, ones, rtol=0, atol=1e-5)
-    torch.testing.assert_close(made.seen.ratio_max, ones, rtol=0, atol=1e-5)
-    assert made.seen.clipped_fraction.tolist() == [0.0] * 6
-    assert made.seen.kl.tolist() == pytest.approx([0.0] * 6, abs=1e-8)
+    torch.testing.assert_close(made.stats.ratio_mean, ones, rtol=0, atol=1e-5)
+    torch.testing.assert_close(made.stats.ratio_max, ones, rtol=0, atol=1e-5)
+    assert made.stats.clipped_fraction.tolist() == [0.0] * 6
+    assert made.stats.kl.tolist() == pytest.approx([0.0] * 6, abs=1e-8)
     assert made.records[0].kl == pytest.approx(0.0, abs=1e-8)
     assert made.records[0].clipped_fraction == 0.0
 
@@ -243,13 +254,23 @@ def test_later_epochs_move_away_from_the_policy_that_sampled(loss):
     assert made.records[0].kl == pytest.approx(0.0, abs=1e-8)
     assert made.records[1].kl > 1e-3 and made.records[2].kl > 1e-3
     assert made.records[2].clipped_fraction > 0
-    assert (made.seen.ratio_mean - 1).abs().max() > 1e-2
+    assert (made.stats.ratio_mean - 1).abs().max() > 1e-2
     assert [row["log_probs_old"] for row in rows] == before
 
 
 def test_rates_continue_from_the_steps_done_before():
     made = run("grpo", ppo_epochs=4, warmup_steps=4, lr=1e-4, step=1)
     assert [record.lr for record in made.records] == pytest.approx([5e-5, 7.5e-5, 1e-4, 1e-4])
+
+
+def test_rates_of_policy_and_critic_fall_along_their_cosines_to_the_last_step():
+    options = {"ppo_epochs": 4, "warmup_steps": 1, "decay_steps": 5, "lr": 1e-4, "lr_critic": 3e-4}
+    made = run("ppo", step=1, **options)
+    # Steps 2 to 5 of 6 (the one after the last has rate 0), 1 of them a warm-up.
+    falling = [0.5 * (1 + math.cos(math.pi * part / 5)) for part in (1, 2, 3, 4)]
+    assert [record.lr for record in made.records] == pytest.approx([1e-4 * f for f in falling])
+    rates = {name: o.param_groups[0]["lr"] for name, o in made.optimizers.items()}
+    assert rates == pytest.approx({"policy": 1e-4 * falling[-1], "critic": 3e-4 * falling[-1]})
 
 
 def test_entropy_and_kl_to_the_reference_are_means_over_a_rows_tokens():
@@ -259,28 +280,28 @@ def test_entropy_and_kl_to_the_reference_are_means_over_a_rows_tokens():
     for i, row in enumerate(rows):
         logits = plain_logits(policy, row["prompt_ids"], row["completion_ids"]) / TEMPERATURE
         entropy = torch.distributions.Categorical(logits=logits).entropy().mean().item()
-        assert made.seen.entropy[i].item() == pytest.approx(entropy, rel=1e-4)
+        assert made.stats.entropy[i].item() == pytest.approx(entropy, rel=1e-4)
         pairs = list(zip(row["log_probs_old"], row["log_probs_ref"], strict=True))
         kl = sum(math.exp(ref - new) - 1 - (ref - new) for new, ref in pairs) / len(pairs)
-        assert made.seen.kl_ref[i].item() == pytest.approx(kl, rel=1e-3, abs=1e-5)
+        assert made.stats.kl_ref[i].item() == pytest.approx(kl, rel=1e-3, abs=1e-5)
 
 
 # Loss and gradient of a step against slow loops.
 
 
-def plain_policy_loss(policy, rows, goal, chosen: Settings) -> torch.Tensor:
+def plain_policy_loss(policy, rows, targets, chosen: Settings) -> torch.Tensor:
     """The clipped objective, token by token; its aggregation written out."""
     tokens = sum(len(row["completion_ids"]) for row in rows)
     total = 0.0
     for i, row in enumerate(rows):
         new = plain_log_probs(policy, row["prompt_ids"], row["completion_ids"], TEMPERATURE)
         for t, old in enumerate(row["log_probs_old"]):
-            advantage = goal.advantages[i][t].item()
+            advantage = targets.advantages[i][t].item()
             if chosen.objective.loss.__name__ == "policy_gradient_loss":
                 term = -advantage * new[t]
             else:
                 ratio = torch.exp(new[t] - old)
-                term = -min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                term = -min(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
             if chosen.beta and chosen.kl_placement == "loss":
                 x = row["log_probs_ref"][t] - new[t]
                 term = term + chosen.beta * (torch.exp(x) - 1 - x)
@@ -309,7 +330,7 @@ def test_a_step_has_the_loss_and_the_gradient_of_slow_plain_passes(loss, beta, m
         loss, rows, make=make, make_critic=make_critic, beta=beta, train_batch_size=2, batch_acc=3
     )
     chosen, policy = settings(loss, beta=beta), make()
-    wanted = plain_policy_loss(policy, rows, made.goal, chosen)
+    wanted = plain_policy_loss(policy, rows, made.targets, chosen)
     wanted.backward()
     assert made.records[0].policy.loss == pytest.approx(wanted.item(), rel=1e-4, abs=1e-6)
     assert made.records[0].policy.grad_norm == pytest.approx(norm_of(policy), rel=1e-3)
@@ -319,16 +340,16 @@ def test_a_step_has_the_loss_and_the_gradient_of_slow_plain_passes(loss, beta, m
 @each_pair
 def test_the_critic_has_the_loss_and_the_gradient_of_slow_plain_passes(make, make_critic):
     rows = make_buffer(make(), **SIX)
-    made = run("ppo", rows, make=make, make_critic=make_critic, train_batch_size=4, batch_acc=2)
+    options = {"aggregation": "seq-mean-token-sum", "train_batch_size": 4, "batch_acc": 2}
+    made = run("ppo", rows, make=make, make_critic=make_critic, **options)
     critic, total = make_critic(seed=7), 0.0
     for i, row in enumerate(rows):
         for t, old in enumerate(row["values_old"]):
             ids = torch.tensor([row["prompt_ids"] + row["completion_ids"][:t]])
             value = critic(input_ids=ids, use_cache=False).logits[0, 0]
-            goal = made.goal.returns[i][t].item()
-            clipped = old + (value - old).clamp(-0.2, 0.2)
-            total = total + 0.5 * max((value - goal) ** 2, (clipped - goal) ** 2) / 23
-    total = 0.5 * total
+            wanted = made.targets.returns[i][t].item()
+            clipped = old + (value - old).clamp(-0.15, 0.15)
+            total = total + 0.5 * max((value - wanted) ** 2, (clipped - wanted) ** 2) / 23
     total.backward()
     assert made.records[0].critic.loss == pytest.approx(total.item(), rel=1e-4)
     assert made.records[0].critic.grad_norm == pytest.approx(norm_of(critic), rel=1e-3)
@@ -364,10 +385,10 @@ def test_metrics_do_not_depend_on_padding(loss):
     wide = run(loss, rows, beta=0.1)
     narrow = run(loss, rows, beta=0.1, train_batch_size=1, batch_acc=6)
     for name in ("ratio_mean", "ratio_max", "clipped_fraction", "kl", "kl_ref", "entropy"):
-        left, right = getattr(wide.seen, name), getattr(narrow.seen, name)
+        left, right = getattr(wide.stats, name), getattr(narrow.stats, name)
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
-    assert (wide.seen.entropy >= 0).all() and (wide.seen.kl >= 0).all()
-    assert ((wide.seen.clipped_fraction >= 0) & (wide.seen.clipped_fraction <= 1)).all()
+    assert (wide.stats.entropy >= 0).all() and (wide.stats.kl >= 0).all()
+    assert ((wide.stats.clipped_fraction >= 0) & (wide.stats.clipped_fraction <= 1)).all()
     assert wide.records[0].kl == pytest.approx(narrow.records[0].kl, rel=1e-4)
     assert wide.records[0].clipped_fraction == pytest.approx(narrow.records[0].clipped_fraction)
 
@@ -434,8 +455,8 @@ def test_unscorable_rows_train_nothing_and_count_in_no_divisor(loss):
     for name, weight in with_them.weights().items():
         torch.testing.assert_close(weight, weights[name], rtol=1e-4, atol=1e-5)
     unused = [row["reward"] is None for row in rows]
-    assert with_them.seen.ratio_mean.isnan().tolist() == unused
-    assert with_them.seen.entropy.isnan().tolist() == unused
+    assert with_them.stats.ratio_mean.isnan().tolist() == unused
+    assert with_them.stats.entropy.isnan().tolist() == unused
 
 
 @pytest.mark.parametrize("loss", ["grpo", "ppo"])
@@ -468,11 +489,46 @@ def test_groups_without_spread_move_nothing():
     assert same_weights(weights_of(policy), before)
 
 
-def test_a_loss_that_is_not_finite_stops_the_round():
+@pytest.mark.parametrize("loss", ["grpo", "ppo", "gspo"])
+def test_a_loss_that_is_not_finite_stops_the_round_with_its_row(loss):
+    rows = make_buffer(llama(), [1.0, 0.0, 0.25, 0.75, 0.0, 1.0], [3, 1, 8, 2, 4, 5])
+    rows[3]["log_probs_old"][1] = math.nan
+    with pytest.raises(NonFinite, match="^group 1, sample 1: the loss is nan; nonfinite: stop"):
+        run(loss, rows, train_batch_size=2, batch_acc=3)
+
+
+def test_a_value_loss_that_is_not_finite_stops_the_round_with_its_row():
     rows = make_buffer(llama(), **SIX)
-    rows[2]["log_probs_old"][3] = math.nan
-    with pytest.raises(NonFinite):
-        run("grpo", rows, train_batch_size=2, batch_acc=3)
+    rows[4]["values_old"][1] = math.nan
+    with pytest.raises(NonFinite, match="^group 2, sample 0: the loss is nan; nonfinite: stop"):
+        run("ppo", rows, gamma=0.0, lam=0.0)
+
+
+@each_objective
+@pytest.mark.parametrize("nonfinite", ["stop", "skip"])
+def test_n18_junk_in_an_unscorable_row_is_as_if_the_row_were_not_there(loss, nonfinite):
+    """Its mates of the same micro-batch are trained on, and nothing is skipped."""
+    rewards = [1.0, 0.0, None, 0.25, None, 0.75]
+    rows, junk = (make_buffer(llama(), rewards, SIX["lengths"], size=3) for _ in "ab")
+    for i in (2, 4):
+        junk[i]["log_probs_old"][0], junk[i]["log_probs_ref"][0] = -200.0, 300.0
+        junk[i]["values_old"][0] = 1e30
+    options = {"beta": 0.2, "train_batch_size": 3, "nonfinite": nonfinite, "ppo_epochs": 2}
+    wanted, got = run(loss, rows, **options), run(loss, junk, **options)
+    assert got.records == wanted.records and same_weights(got.weights(), wanted.weights())
+    assert [record.policy.skipped for record in got.records] == [0] * 4
+
+
+@each_objective
+@pytest.mark.parametrize("nonfinite", ["stop", "skip"])
+def test_n18_one_overflowing_ratio_neither_stops_a_round_nor_outweighs_it(loss, nonfinite):
+    for row in range(6):
+        rows = make_buffer(llama(), [1.0, 0.0, 0.5, 0.5, 0.0, 1.0], SIX["lengths"])
+        rows[row]["log_probs_old"][0] = -200.0
+        made = run(loss, rows, train_batch_size=2, batch_acc=3, nonfinite=nonfinite)
+        assert made.records[0].policy.skipped == 0
+        assert abs(made.records[0].policy.loss) < 300 and made.records[0].policy.grad_norm < 1000
+        assert all(weight.isfinite().all() for weight in made.weights().values())
 
 
 def test_under_skip_the_other_micro_batches_are_trained_on_and_the_bad_one_counted():
@@ -507,7 +563,7 @@ def test_old_values_stay_the_buffers_over_all_epochs():
     critic = llama_scorer(seed=7)
     with torch.no_grad():
         critic.score.weight.zero_()
-    options = {"lam": 1.0, "vf_coef": 1.0, "ppo_epochs": 30, "lr_critic": 3e-3, "lr": 1e-5}
+    options = {"lam": 1.0, "clip_eps_val": 0.2, "ppo_epochs": 30, "lr_critic": 3e-3, "lr": 1e-5}
     made = Run(policy, critic, rows, settings("ppo", **options))
     losses = [record.critic.loss for record in made.records]
     assert losses[0] == pytest.approx(0.5)

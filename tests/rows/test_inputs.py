@@ -51,6 +51,78 @@ def test_columns_that_go_by_another_name_are_named_by_a_knob_and_printed(
     assert all(f"{column!r} as {field!r}" in printed for field, column in columns.items())
 
 
+NESTED = {"extra": {"ask": "q", "deep": {"good": "good", "bad": "bad"}}, "id": 7}
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "expected"),
+    [
+        (
+            "prompts",
+            {"prompt": "extra.ask", "answer": "extra.deep.good"},
+            PromptRow([USER], "good"),
+        ),
+        (
+            "sft",
+            {"prompt": "extra.ask", "completion": "extra.deep.good", "system": "extra.deep.bad"},
+            SftRow(messages=[{"role": "system", "content": "bad"}, USER, GOOD]),
+        ),
+        (
+            "preferences",
+            {
+                "prompt": "extra.ask",
+                "chosen": "extra.deep.good",
+                "rejected": "extra.deep.bad",
+                "margin": "id",
+            },
+            PreferenceRow([USER], [GOOD], [BAD], 7.0),
+        ),
+    ],
+)
+def test_n08_a_dotted_name_reaches_into_a_mapping(tmp_path, kind, columns, expected):
+    assert opened(tmp_path, kind, NESTED, columns=columns) == [expected]
+
+
+def test_n08_a_column_of_that_very_name_comes_before_what_a_mapping_holds(tmp_path):
+    row = {"prompt": "q", "a.b": "good", "a": {"b": "bad"}}
+    expected = [PromptRow([USER], "good")]
+    assert opened(tmp_path, "prompts", row, columns={"answer": "a.b"}) == expected
+
+
+def test_n08_what_is_left_of_a_mapping_is_printed_as_not_read(tmp_path, capsys):
+    columns = {"prompt": "extra.ask", "answer": "extra.deep.good"}
+    opened(tmp_path, "prompts", NESTED, columns=columns)
+    assert "; not read: extra.deep.bad, id\n" in capsys.readouterr().out
+
+
+FIELDS = {
+    "sft": ({"prompt": "q", "completion": "a"}, ("prompt", "completion", "system", "tools")),
+    "preferences": (
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        ("prompt", "chosen", "rejected", "margin", "system", "tools"),
+    ),
+    "prompts": ({"prompt": "q"}, ("prompt", "answer", "entry", "system", "tools")),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"), [(k, f) for k, (_, names) in FIELDS.items() for f in names]
+)
+@pytest.mark.parametrize("column", ["ground_thruth", "more.ground_thruth", "more.x.y", "id.x"])
+def test_n08_a_column_that_is_not_there_is_refused_for_every_field(tmp_path, kind, field, column):
+    row = FIELDS[kind][0] | {"id": 7, "more": {"ground_truth": "a", "x": None}}
+    with pytest.raises(InputError, match=rf"no column '{column}' \(for '{field}'\)") as error:
+        opened(tmp_path, kind, row, columns={field: column})
+    assert str(error.value).endswith(
+        f"[{', '.join(FIELDS[kind][0])}, id, more.ground_truth, more.x]"
+    )
+
+
+def test_n08_a_column_that_is_null_in_the_first_rows_is_there(tmp_path):
+    row = {"prompt": "q", "final": None}
+    assert opened(tmp_path, "prompts", row, columns={"answer": "final"}) == [PromptRow([USER])]
+
+
 def test_columns_that_no_field_takes_are_printed(tmp_path, capsys):
     opened(tmp_path, "sft", {"prompt": "q", "completion": "good", "topic": "x"})
     assert "rows in format 'prompt_completion'; not read: topic" in capsys.readouterr().out
@@ -63,7 +135,7 @@ def test_reasons_are_few_and_add_up_whatever_the_rows_hold(capsys):
         intake.drop(number, f"unknown role 'r{number}'")
         intake.drop(number, "a message is null")
     intake.sums["tools_unseen"] = 2
-    intake.report()
+    intake.close()
     figures, printed = intake.figures(), capsys.readouterr().out.splitlines()
     reasons = figures["dropped_by_reason"]
     assert (figures["rows"], figures["kept"], figures["dropped"]) == (602, 2, 600)
@@ -87,7 +159,10 @@ def test_control_characters_in_a_reason_are_spelled_out():
     ("columns", "message"),
     [
         ({"promt": "ask"}, r"rows.jsonl: columns: no field 'promt'"),
-        ({"prompt": "nowhere"}, r"rows.jsonl: no sft format fits the columns \[prompt, completion"),
+        (
+            {"prompt": "nowhere"},
+            r"rows.jsonl: columns: no column 'nowhere' .* \[prompt, completion\]",
+        ),
     ],
 )
 def test_a_knob_that_names_no_field_or_column_is_refused(tmp_path, columns, message):

@@ -2,20 +2,17 @@
 
 import csv
 import html
-import importlib
 import json
 import os
 import re
 import resource
 import shutil
-import sys
-from contextlib import chdir, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import (
@@ -25,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from stages.base import command, params, tables
+from stages.base import params, tables
 from stages.base.environment import TRACK
 from stages.models import tiny
 from stages.models.checkpoints import load_scorer
@@ -34,6 +31,7 @@ from stages.page.page import visible
 from stages.prepare_model import set_padding
 from stages.rl.objectives import OBJECTIVES
 from tests.helpers.own_code import CODE, bring_code
+from tests.helpers.stage import figures, refuse, succeed
 from tests.helpers.tiny import ROOT, SMALL, command_line, small_params, write
 
 ORDER = [
@@ -48,47 +46,6 @@ ORDER = [
     *(f"{stage}@{k}" for k in (1, 2) for stage in ("rollout", "score", "optimize", "evaluate")),
     "report",
 ]
-
-
-def invoke(folder, stage, options=None, around=None, **knobs):
-    """Run a stage of dvc.yaml in a folder with small knobs; `options` replace its paths."""
-    script, arguments = command_line(stage)
-    arguments |= options or {}
-    write(folder / "params.yaml", small_params(**knobs))
-    main = getattr(importlib.import_module(f"stages.{script}"), script)
-    words = [word for pair in arguments.items() for word in map(str, pair)]
-    path = list(sys.path)
-    try:
-        with chdir(folder), around or nullcontext():
-            return CliRunner().invoke(main, words, catch_exceptions=False)
-    finally:
-        # As in a process of its own: data/source is another folder in the next test.
-        sys.path[:] = path
-        sys.path_importer_cache.pop("data/source", None)
-
-
-def succeed(folder, stage, options=None, **knobs):
-    result = invoke(folder, stage, options, **knobs)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def refuse(folder, stage, options=None, **knobs):
-    """The one line on which a stage ends with exit code 1."""
-    result = invoke(folder, stage, options, **knobs)
-    assert result.exit_code == 1, result.output
-    assert isinstance(result.exception, SystemExit), result.exception
-    lines = [line for line in result.output.splitlines() if line.startswith("Error: stage ")]
-    assert len(lines) == 1
-    return result.output[result.output.index("Error: stage ") :]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_signal_to_the_tests():
-    patch = pytest.MonkeyPatch()
-    patch.setattr(command, "stop_with_parent", lambda: None)
-    yield
-    patch.undo()
 
 
 @pytest.fixture(scope="module")
@@ -108,14 +65,6 @@ def copy(finished, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(finished, folder)
     return folder
-
-
-def figures(folder, name):
-    def refuse_constant(word):
-        raise AssertionError(f"{name}: {word} is not JSON")
-
-    text = (folder / "data" / "figures" / f"{name}.json").read_text()
-    return json.loads(text, parse_constant=refuse_constant)
 
 
 def rows(folder, name):
@@ -631,6 +580,65 @@ def test_all_groups_dropped_by_dynamic_sampling_is_a_clear_failure(copy):
     assert not (copy / "data" / "rollouts" / "round-1.parquet").exists()
 
 
+def prompts_with_answers(folder, answers):
+    """The task's prompts, the first `answers` of them with their answers and no other."""
+    path = folder / "data" / "source" / "some.jsonl"
+    found = lines(folder / "data" / "task" / "prompts.jsonl")[:4]
+    kept = [
+        {"prompt": r["prompt"]} | ({"answer": "x"} if i < answers else {})
+        for i, r in enumerate(found)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    return {"prompts__dataset": "data/source/some.jsonl", "verifier": "always_right:check"}
+
+
+ALWAYS_RIGHT = "def check(text, answer, entry):\n    return None if answer is None else 1.0\n"
+
+
+@pytest.mark.parametrize(("answers", "accuracy"), [(2, 1.0), (0, None)])
+def test_n21_accuracy_is_over_what_can_be_scored(copy, answers, accuracy):
+    (copy / "data" / "source" / "always_right.py").write_text(ALWAYS_RIGHT)
+    knobs = prompts_with_answers(copy, answers)
+    succeed(copy, "rollout@1", **knobs)
+    assert figures(copy, "rollout/1")["accuracy"] == accuracy
+    asked = {f"evaluate__{key.partition('__')[2]}": knobs[key] for key in ("prompts__dataset",)}
+    verifier = {"verifier": knobs["verifier"], "evaluate__split": "train"}
+    succeed(copy, "evaluate@1", **asked, **verifier)
+    for name in ("accuracy_sampled", "accuracy_greedy", "reward_correctness"):
+        assert figures(copy, "evaluate/1")[name] == accuracy
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (0, "all 4 groups were dropped by dynamic_sampling: their prompts have no answer that the"),
+        (
+            3,
+            "1 have no answer that the verifier can check; expected prompts with answers; of the"
+            " other 3 the completions are all right or all wrong; raise dynamic_sampling",
+        ),
+    ],
+)
+def test_n21_groups_that_nothing_can_score_are_not_called_right_or_wrong(copy, answers, expected):
+    (copy / "data" / "source" / "always_right.py").write_text(ALWAYS_RIGHT)
+    message = refuse(copy, "rollout@1", dynamic_sampling=1, **prompts_with_answers(copy, answers))
+    assert expected in message
+    assert (answers == 0) == ("all right or all wrong" not in message)
+
+
+def test_n21_groups_without_any_reward_count_in_no_share(copy):
+    """Of four groups one has no reward, one is all alike, two have spread."""
+
+    def change(row):
+        if row["group"] < 2:
+            return {"reward": None if row["group"] == 0 else 0.5}
+        return {"reward": float(row["sample"])}
+
+    rewritten(copy, change)
+    succeed(copy, "optimize@1")
+    assert figures(copy, "optimize/1")["groups_without_spread"] == pytest.approx(1 / 3)
+
+
 FIRST_SAMPLE_WINS = """
 seen = {}
 
@@ -1021,11 +1029,76 @@ def test_a_model_of_nan_is_never_saved_even_where_every_loss_is_left_out(copy, s
     assert not output.exists() and not list(output.parent.glob(".*"))
 
 
-def test_a_buffer_that_makes_the_loss_nan_ends_with_exit_code_1_and_no_model(copy):
+def test_a_buffer_that_makes_the_loss_infinite_ends_with_the_row_and_no_model(copy):
+    """The reference finds a token sure that the policy does not: k3 overflows."""
     shutil.rmtree(copy / "models" / "policy" / "1")
-    rewritten(copy, lambda row: {"log_probs_old": [float("nan")] * len(row["log_probs_old"])})
-    assert "the loss is nan; nonfinite: stop. Nothing was saved" in refuse(copy, "optimize@1")
+
+    def change(row):
+        tokens = len(row["log_probs_ref"])
+        chosen = (row["group"], row["sample"]) == (2, 1)
+        return {"log_probs_ref": [200.0] * tokens} if chosen else {}
+
+    rewritten(copy, change)
+    message = refuse(copy, "optimize@1")
+    assert "group 2, sample 1: the loss is inf; nonfinite: stop. Nothing was saved" in message
     assert not (copy / "models" / "policy" / "1").exists()
+
+
+EDITS = {
+    "optimize@1": ("data/buffers/round-1.parquet", "data/buffers/round-1.parquet: its metadata"),
+    "score@1": ("data/rollouts/round-1.parquet", "data/rollouts/round-1.parquet: its metadata"),
+}
+
+
+@pytest.mark.parametrize("stage", EDITS)
+def test_n17_a_table_that_lost_its_metadata_is_refused_before_a_model_loads(copy, stage):
+    path, expected = EDITS[stage]
+    pq.write_table(pq.read_table(copy / path).slice(0, 4), copy / path)
+    shutil.rmtree(copy / "models")
+    message = refuse(copy, stage)
+    assert f"{expected} lost 'provenance' with 'prompt_cursor'" in message
+
+
+def edited(folder, name, schema, row_number, **changes):
+    """A table with some columns of one row changed; its metadata stays."""
+    path = folder / "data" / f"{name}.parquet"
+    made, found = tables.read_provenance(path), rows(folder, name)
+    found[row_number] |= changes
+    tables.write_table(path, schema, found, made)
+
+
+WRONG = [
+    ("optimize@1", "buffers/round-1", {"log_probs_ref": [-1.0] * 99}, "'log_probs_ref' has 99"),
+    ("optimize@1", "buffers/round-1", {"log_probs_old": None}, "'log_probs_old' holds nan"),
+    ("optimize@1", "buffers/round-1", {"prompt_ids": [9999]}, "holds the id 9999, but models/sft"),
+    ("score@1", "rollouts/round-1", {"prompt_ids": [9999]}, "holds the id 9999, but models/rm"),
+    ("score@1", "rollouts/round-1", {"prompt_ids": []}, "'prompt_ids' is empty"),
+    ("train_rm", "preferences/train", {"chosen_ids": []}, "'chosen_ids' is empty"),
+    ("train_rm", "preferences/validation", {"rejected_ids": [9999]}, "holds the id 9999"),
+    ("train_sft", "sft", {"input_ids": [1, 9999], "labels": [1, 2]}, "holds the id 9999"),
+    ("train_sft", "sft", {"labels": [1]}, "'labels' has 1 entries"),
+    ("split_preferences", "preferences/pairs", {"chosen_ids": []}, "'chosen_ids' is empty"),
+]
+SCHEMAS = {"buffers": tables.BUFFERS, "rollouts": tables.ROLLOUTS, "sft": tables.SFT}
+
+
+@pytest.mark.parametrize(("stage", "name", "changes", "expected"), WRONG)
+def test_n17_numbers_that_no_stage_wrote_are_refused_by_file_and_row(
+    copy, stage, name, changes, expected
+):
+    schema = SCHEMAS.get(name.partition("/")[0], tables.PAIRS)
+    if changes == {"log_probs_old": None}:
+        length = len(rows(copy, name)[3]["log_probs_old"])
+        changes = {"log_probs_old": [float("nan")] * length}
+    edited(copy, name, schema, 3, **changes)
+    message = refuse(copy, stage)
+    assert f"data/{name}.parquet: row 3: " in message and expected in message
+
+
+def test_a_rollout_without_rows_is_refused(copy):
+    path = copy / "data" / "rollouts" / "round-1.parquet"
+    tables.write_table(path, tables.ROLLOUTS, [], tables.read_provenance(path))
+    assert "round-1.parquet: no rows" in refuse(copy, "score@1")
 
 
 def test_an_old_policy_stays_where_its_update_fails(copy):
@@ -1071,7 +1144,7 @@ def test_a_buffer_without_any_reward_or_row_is_a_clear_failure(copy):
     assert "no completion has a reward" in refuse(copy, "optimize@1")
     path = copy / "data" / "buffers" / "round-1.parquet"
     tables.write_table(path, tables.BUFFERS, [], tables.read_provenance(path))
-    assert "no rows; expected the completions of a round" in refuse(copy, "optimize@1")
+    assert "no rows; expected" in refuse(copy, "optimize@1")
 
 
 def test_equal_rewards_give_advantages_of_exactly_0(copy):

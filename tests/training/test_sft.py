@@ -4,7 +4,7 @@ import torch
 from stages.models import tiny
 from stages.rollouts.sampling import Sampling, sample
 from stages.text.chat import encode_conversations, encode_prompts, stop_token_ids
-from stages.training.sft import loss_share, predicted
+from stages.training.sft import micro_batch_loss, predicted
 
 NOTHING_AFTER = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}" + (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -26,7 +26,7 @@ def test_c06_three_rows_learned_by_heart_are_said_and_ended_before_the_cap(templ
     count = sum(predicted(row["labels"]) for row in rows)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(120):
-        loss = loss_share(model, rows, count)
+        loss = micro_batch_loss(model, rows, count)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

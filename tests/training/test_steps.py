@@ -1,3 +1,4 @@
+import math
 import os
 import socket
 
@@ -5,7 +6,7 @@ import pytest
 import torch
 from transformers import get_cosine_schedule_with_warmup
 
-from stages.training.sft import loss_share, mean_loss, predicted
+from stages.training.sft import mean_loss, micro_batch_loss, predicted
 from stages.training.steps import (
     NonFinite,
     StepFigures,
@@ -169,6 +170,16 @@ def test_only_matrices_are_decayed():
     assert model.matrix.item() == pytest.approx(0.95)
 
 
+def test_adamw_moves_as_its_paper_says_with_betas_of_09_and_095():
+    model = vector(1.0)
+    optimizer, w, m, v = adamw(model, 0.1, 0.5), 1.0, 0.0, 0.0
+    for number, slope in enumerate((1.0, 3.0, -0.5), start=1):
+        step(model, [slope * model.weight.sum()], optimizer, lr=0.1)
+        m, v = 0.9 * m + 0.1 * slope, 0.95 * v + 0.05 * slope**2
+        w -= 0.1 * (m / (1 - 0.9**number)) / (math.sqrt(v / (1 - 0.95**number)) + 1e-8)
+        assert model.weight.item() == pytest.approx(w, rel=1e-5)
+
+
 def test_weights_that_are_not_finite_are_found():
     check_weights(vector(1.0, 2.0), "policy")
     with pytest.raises(NonFinite, match="policy: weight weight is not finite"):
@@ -214,7 +225,7 @@ def trained(make, batches, optimizer_of, steps=1):
     optimizer = optimizer_of(model)
     rows = sft_rows()
     for _ in range(steps):
-        shares = (loss_share(model, [rows[i] for i in batch], 17) for batch in batches)
+        shares = (micro_batch_loss(model, [rows[i] for i in batch], 17) for batch in batches)
         figures.append(step(model, shares, optimizer, lr=optimizer.defaults["lr"]))
     return figures, weights_of(model)
 
@@ -234,7 +245,9 @@ def test_five_trained_tokens_give_the_mean_of_four_terms(make):
     model, row = make(), {"input_ids": [5, 6, 7, 8, 9], "labels": [5, 6, 7, 8, 9]}
     logits = plain_logits(model, [5], [6, 7, 8, 9])
     wanted = torch.nn.functional.cross_entropy(logits, torch.tensor([6, 7, 8, 9]))
-    assert loss_share(model, [row], predicted(row["labels"])).item() == pytest.approx(wanted.item())
+    assert micro_batch_loss(model, [row], predicted(row["labels"])).item() == pytest.approx(
+        wanted.item()
+    )
 
 
 @each_model
@@ -299,7 +312,7 @@ def one_of_two(rank: int, port: int, shards: list[list[int]], folder: str) -> No
     accelerator = cpu_accelerator()
     assert accelerator.num_processes == 2
     model, rows = llama(), sft_rows()
-    shares = (loss_share(model, [rows[i]], 17) for i in shards[rank])
+    shares = (micro_batch_loss(model, [rows[i]], 17) for i in shards[rank])
     figures = update(accelerator, model, sgd(model), shares, 0.5, 100.0, "stop")
     torch.save((figures.loss, figures.grad_norm, weights_of(model)), f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()

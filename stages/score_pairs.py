@@ -1,0 +1,91 @@
+"""Stage `score_pairs@x`: what the reference of a branch thinks of both sides of every pair.
+
+Reads   data/preferences/{train,validation}.parquet, the policy that branch x starts from
+Knobs   score_batch_size, device, precision, threads, attention, trust_remote_code
+Writes  data/direct/x/{train,validation}.parquet (base/tables.py: SCORED_PAIRS), figures
+
+The log-probs are per token and depend on no loss: another loss or beta of `train_direct` reuses
+them.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from stages.base import params
+from stages.base.command import Stage, paths, progress, say
+from stages.base.metrics import write_json
+from stages.base.tables import PAIRS, SCORED_PAIRS, iterate_batches, open_table, write_table
+from stages.knobs.score_pairs import Knobs
+from stages.models.checkpoints import load_policy
+from stages.models.compute import accelerator as make_accelerator
+from stages.models.scorers import reference_log_probs
+
+SIDES = ("chosen", "rejected")
+
+
+@click.command(cls=Stage)
+@paths("--train", "--validation", "--reference")
+@paths("--train-out", "--validation-out", "--figures")
+def score_pairs(
+    train: Path,
+    validation: Path,
+    reference: Path,
+    train_out: Path,
+    validation_out: Path,
+    figures: Path,
+) -> None:
+    """Write the reference's log-probs beside each pair."""
+    knobs = params.load(Knobs)
+    accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
+    trust = knobs.model.trust_remote_code
+    model = load_policy(reference, knobs.attention, accelerator.device, trust)
+    found = {}
+    for name, pairs, out in (
+        ("train", train, train_out),
+        ("validation", validation, validation_out),
+    ):
+        sums = {"pairs": 0, "chosen": 0.0, "rejected": 0.0, "right": 0}
+        with accelerator.autocast():
+            rows = scored(model, pairs, knobs.score_batch_size, name, sums)
+            provenance = {"stage": "score_pairs", "reference": str(reference)}
+            write_table(out, SCORED_PAIRS, rows, provenance)
+        found |= {
+            f"{name}_pairs": sums["pairs"],
+            f"{name}_chosen_log_prob": sums["chosen"] / sums["pairs"],
+            f"{name}_rejected_log_prob": sums["rejected"] / sums["pairs"],
+            f"{name}_chosen_likelier": sums["right"] / sums["pairs"],
+        }
+    write_json(figures, found)
+    say(found)
+
+
+def scored(model, path: Path, batch_size: int, name: str, sums: dict) -> Iterator[dict]:
+    """The pairs of a table with the reference's log-probs of each token; counted in `sums`."""
+    with open_table(path, PAIRS) as file:
+        total = math.ceil(file.metadata.num_rows / batch_size)
+    bar = progress(iterate_batches(path, PAIRS, batch_size), name, total)
+    for batch in bar:
+        rows = batch.to_pylist()
+        for side in SIDES:
+            answers = [
+                {"prompt_ids": row["prompt_ids"], "completion_ids": row[f"{side}_ids"]}
+                for row in rows
+            ]
+            found = reference_log_probs(model, answers, 1.0)
+            for row, log_probs in zip(rows, found, strict=True):
+                row[f"log_probs_ref_{side}"] = log_probs
+        for row in rows:
+            chosen, rejected = (sum(row[f"log_probs_ref_{side}"]) for side in SIDES)
+            sums["pairs"] += 1
+            sums["chosen"] += chosen
+            sums["rejected"] += rejected
+            sums["right"] += chosen > rejected
+        yield from rows
+        bar.tell(len(rows), "pairs")
+
+
+if __name__ == "__main__":
+    score_pairs()

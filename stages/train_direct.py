@@ -1,0 +1,126 @@
+"""Stage `train_direct@x`: direct alignment (DPO and kin) of a policy on scored pairs.
+
+Reads   data/direct/x/{train,validation}.parquet, the policy that branch x starts from
+Knobs   direct, seed, nonfinite, device, precision, threads, attention, trust_remote_code
+Writes  models/direct/x, a curve by step, figures on the validation pairs before and after
+
+The reference's log-probs come from `score_pairs`. Answers to held-out prompts are left to
+`evaluate_direct`.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import click
+import torch
+
+from stages.base import params
+from stages.base.chunks import chunks
+from stages.base.command import Stage, paths, say
+from stages.base.files import replacing
+from stages.base.metrics import write_json
+from stages.base.tables import SCORED_PAIRS, random_access
+from stages.base.tokenizers import load_tokenizer
+from stages.direct.losses import LOSSES, LossKnobs
+from stages.direct.pairs import chosen_kl, losses, pair_log_probs, sums_of
+from stages.knobs.train_direct import Direct, Knobs
+from stages.models.checkpoints import load_policy, save_model
+from stages.models.compute import accelerator as make_accelerator
+from stages.training.batching import pair_lengths
+from stages.training.saving import Saver, work_of
+from stages.training.steps import check_weights
+from stages.training.supervised import Fit, Recipe
+from stages.training.tracking import tracking
+
+FIGURES = ("chosen_log_prob", "rejected_log_prob", "chosen_reward", "rejected_reward", "accuracy")
+
+
+@click.command(cls=Stage)
+@paths("--train train_path", "--validation", "--policy start", "--out", "--curve", "--figures")
+def train_direct(
+    train_path: Path, validation: Path, start: Path, out: Path, curve: Path, figures: Path
+) -> None:
+    """Train a policy on pairs, without a reward model."""
+    knobs = params.load(Knobs)
+    trust = knobs.model.trust_remote_code
+    scored = SCORED_PAIRS
+    with random_access(train_path, scored) as rows, random_access(validation, scored) as held_out:
+        accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
+        policy = load_policy(start, knobs.attention, accelerator.device, trust)
+        with accelerator.autocast():
+            before = validate(policy, held_out, knobs.direct)
+        inputs = [train_path, validation, start]
+        saver = Saver(work_of("train_direct", inputs, knobs, accelerator.device))
+        name = f"train_direct-{out.name}"
+        with saver.watching(), tracking(name, knobs.model_dump(), curve) as log:
+            steps = train(accelerator, policy, rows, knobs, log, saver)
+        check_weights(policy, str(out))
+        reference = load_policy(start, knobs.attention, accelerator.device, trust)
+        with accelerator.autocast():
+            after = validate(policy, held_out, knobs.direct)
+            batch_size = knobs.direct.train_batch_size
+            after["kl_ref"] = mean_kl(policy, reference, held_out, batch_size)
+    with replacing(out, folder=True) as folder:
+        save_model(folder, policy, load_tokenizer(start, trust))
+    found = {f"{name}_before": before[name] for name in ("loss", *FIGURES)} | after
+    found |= {"validation_pairs": len(held_out), "pairs": len(rows), "steps": len(steps)}
+    found["skipped"] = sum(step["skipped"] for step in steps)
+    write_json(figures, found)
+    saver.done()
+    say(found, loss_name=knobs.direct.loss)
+
+
+def loss_knobs(direct: Direct) -> LossKnobs:
+    """The knobs that a loss reads, as plain values."""
+    return LossKnobs(**{field.name: getattr(direct, field.name) for field in fields(LossKnobs)})
+
+
+def train(accelerator, policy, rows, knobs: Knobs, log: Callable, saver=None) -> list[dict]:
+    """All epochs; returns one row of figures per optimizer step, each logged as it comes."""
+    direct, loss = knobs.direct, LOSSES[knobs.direct.loss]
+    names = {field.name for field in fields(Recipe)} & set(Direct.model_fields)
+    recipe = Recipe(
+        stage="train_direct",
+        seed=knobs.seed,
+        nonfinite=knobs.nonfinite,
+        **{name: getattr(direct, name) for name in names},
+    )
+    parts: list[dict] = []
+
+    def loss_of(batch: list[dict], divisor: int):
+        pairs = pair_log_probs(policy, batch, loss.reference)
+        parts.append(sums_of(pairs, loss, direct.beta))
+        return losses(pairs, loss, loss_knobs(direct), direct.nll_weight).sum() / divisor
+
+    def means(pairs: int) -> dict:
+        found = {name: sum(part[name] for part in parts) / pairs for name in FIGURES}
+        parts.clear()
+        return found
+
+    lengths = pair_lengths(rows)
+    fit = Fit(accelerator, policy, rows, lengths, recipe, loss_of, len, "pairs", means)
+    return fit.run(log, saver)
+
+
+@torch.no_grad()
+def validate(policy, rows, direct: Direct) -> dict[str, float]:
+    """Mean loss and figures over the held-out pairs."""
+    loss, total = LOSSES[direct.loss], dict.fromkeys(("loss", *FIGURES), 0.0)
+    for numbers in chunks(range(len(rows)), direct.train_batch_size):
+        pairs = pair_log_probs(policy, [rows[i] for i in numbers], loss.reference)
+        found = losses(pairs, loss, loss_knobs(direct), direct.nll_weight)
+        part = sums_of(pairs, loss, direct.beta) | {"loss": found.double().sum().item()}
+        total = {name: total[name] + part[name] for name in total}
+    return {name: value / len(rows) for name, value in total.items()}
+
+
+def mean_kl(policy, reference, rows, batch_size: int) -> float:
+    """KL(policy || reference) per token of the held-out chosen answers, in nats."""
+    batches = chunks(range(len(rows)), batch_size)
+    total = sum(chosen_kl(policy, reference, [rows[i] for i in batch]) for batch in batches)
+    return total / sum(rows.lengths("chosen_ids"))
+
+
+if __name__ == "__main__":
+    train_direct()
