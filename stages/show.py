@@ -207,7 +207,7 @@ def joined(path: Path, row: dict) -> tuple[dict, dict | None]:
 def tokenizer_folder(table: Rows) -> Path:
     """The model folder named in the table's provenance, seen from here or from its repository."""
     made = next(iter(table.provenance().values()), {})
-    name = made.get("policy") or made.get("tokenizer")
+    name = next((made[key] for key in ("policy", "tokenizer", "reference") if key in made), None)
     if not name:
         raise InputError(f"{table.path}: names no model; say which one with --tokenizer")
     homes = [Path(), *table.path.resolve().parents]
