@@ -31,8 +31,8 @@ DISK = {
     "rows/formats.py",
     "rows/readers.py",
     "sources/published.py",
-    "page/excerpts.py",
     "sources/weights.py",
+    "page/excerpts.py",
     "page/page.py",  # its own template
     "viewer/decoding.py",
     "viewer/models.py",
