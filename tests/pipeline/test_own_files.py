@@ -47,7 +47,9 @@ def whole(folder: Path) -> dict:
 def test_a_clone_pulls_what_was_added_and_pushed(owned, tmp_path):
     tracked = run(owned, "git", "ls-files", "data", "models").stdout.split()
     assert {f"{name}.dvc" for name in OWN} <= set(tracked)
-    assert not [name for name in tracked if name in OWN or name.startswith((FOLDER + "/", MODEL))]
+    assert not [
+        name for name in tracked if name in OWN or name.startswith((f"{FOLDER}/", f"{MODEL}/"))
+    ]
     run(tmp_path, "git", "clone", "--quiet", owned, "clone")
     clone = tmp_path / "clone"
     assert set(whole(clone).values()) == {None}
