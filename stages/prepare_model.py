@@ -16,6 +16,7 @@ import click
 import torch
 
 from stages.base import params
+from stages.base.clones import bring_sources
 from stages.base.command import Stage, paths, say
 from stages.base.errors import BadKnob
 from stages.base.files import replacing
@@ -36,6 +37,7 @@ from stages.text.templates import record_template
 @paths("--source", "--out")
 def prepare_model(source: Path, out: Path) -> None:
     """Make or fetch the base model."""
+    bring_sources(params.SOURCE, source)
     knobs = params.load(Knobs)
     model, tokenizer = make_tiny(knobs) if knobs.model.source == "tiny" else fetch(knobs, source)
     record_template(tokenizer, knobs.model.date, knobs.model.template_options)
