@@ -21,6 +21,7 @@ from stages.base.files import naming, replacing
 
 SCHEMA_VERSION = "1"
 ROWS_PER_GROUP = 1024
+IGNORED = -100  # the label of a token that is read and not learned
 
 
 def _list(item: pa.DataType) -> pa.DataType:

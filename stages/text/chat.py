@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stages.base.errors import InputError
+from stages.base.tables import IGNORED
 from stages.text.masks import (
     Rendered,
     Route,
@@ -44,8 +45,6 @@ from stages.text.templates import (
     render_prompt,
     turn_end_ids,
 )
-
-IGNORED = -100
 
 Messages = Sequence[Message]
 Tools = Sequence[list[dict] | None]  # what each row of a batch offers; None: no row offers any
