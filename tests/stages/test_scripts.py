@@ -11,6 +11,7 @@ from stages.knobs.train_rm import Rm
 from stages.rl.objectives import OBJECTIVES, Clip
 from stages.rl.stats import CompletionStats
 from stages.rl.targets import Targets
+from stages.training.batching import pair_lengths
 from tests.helpers.models import llama_scorer, random_ids
 from tests.helpers.tiny import small_params
 
@@ -187,7 +188,7 @@ class Table(list):
 
 
 def test_pairs_are_as_long_as_prompt_and_longer_answer():
-    assert train_rm.pair_lengths(Table(pairs())) == [3 + 4, 5 + 6, 2 + 5]
+    assert pair_lengths(Table(pairs())) == [3 + 4, 5 + 6, 2 + 5]
 
 
 def test_the_figures_of_a_reward_model_by_hand():
