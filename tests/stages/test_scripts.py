@@ -85,7 +85,7 @@ def test_the_figures_of_a_round_by_hand():
     tokens = [torch.tensor(x) for x in ([1.0], [2.0, 2.0], [-1.0, 0.0, 1.0], [9.0])]
     values = [torch.tensor(x) for x in ([0.0], [1.0, 1.0], [0.0, 0.0, 0.0], [7.0])]
     returns = [torch.tensor(x) for x in ([1.0], [3.0, 1.0], [0.0, 2.0, 4.0], [8.0])]
-    rewards = torch.tensor([1.0, 1.0, 4.0, torch.nan])
+    rewards = torch.tensor([1.0, 1.5, 4.0, torch.nan])
     used = torch.tensor([True, True, True, False])
     lengths, groups = torch.tensor([1, 2, 3, 1]), torch.tensor([0, 0, 5, 7])
     targets = Targets(tokens, returns, values, rewards, used, groups, lengths)
@@ -109,9 +109,9 @@ def test_the_figures_of_a_round_by_hand():
         {
             "steps": 3,
             "epochs": 2,
-            "reward_shaped": 2.0,
+            "reward_shaped": 6.5 / 3,
             "advantage_std": deviation,
-            "groups_without_spread": 1.0,
+            "groups_without_spread": 1 / 2,
             "unscorable": 1,
             "ratio_mean": (1 + 4 + 9) / 6,
             "ratio_max": 6.0,
