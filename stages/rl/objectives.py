@@ -148,14 +148,14 @@ def soft_gate_loss(
 class Objective:
     """One objective: how advantages are estimated, its loss, and what it needs from the pipeline.
 
-    loss          one of the functions above
-    estimator     (rewards (B,), groups (B,)) -> (B,); `gae` where `critic` is true
-    aggregation   the default of `token_weights`
-    kl_placement  where `beta` puts the KL against the reference: in the reward or in the loss
+    loss              one of the functions above
+    estimator         (rewards (B,), groups (B,)) -> (B,); `gae` where `critic` is true
+    aggregation       the default of `token_weights`
+    kl_placement      where `beta` puts the KL against the reference: in the reward or in the loss
     negative_rewards  bears rewards below 0, which a KL in the reward makes
-    critic        needs values and returns
-    groups        needs at least two samples a prompt
-    trust_region  bears several inner epochs over one buffer
+    critic            needs values and returns
+    groups            needs at least two samples a prompt
+    trust_region      bears several inner epochs over one buffer
     """
 
     loss: Callable[[Tensor, Tensor, Tensor, Tensor, Clip], tuple[Tensor, Tensor]]
