@@ -5,6 +5,7 @@ from pathlib import Path
 from stages.base.chunks import chunks
 from stages.base.errors import BadKnob, InputError
 from stages.base.knobs import Source
+from stages.models.forward import positions_of
 from stages.rollouts.engine import Prompt
 from stages.rollouts.rewards import Rules
 from stages.rows.inputs import BATCH, Intake, open_source, usable
@@ -50,7 +51,7 @@ def reward_columns(rules: Rules, verifier: str, prompt: Prompt, text: str, lengt
 
 def context_limit(model, max_new_tokens: int) -> int:
     """Longest prompt that leaves room for `max_new_tokens` in the model's positions."""
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = positions_of(model.config)
     if positions is None:
         return 10**9
     if positions <= max_new_tokens:

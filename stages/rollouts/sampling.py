@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from stages.base.chunks import chunks
 from stages.base.randomness import generator
 from stages.models.forward import Ids, head_logits, route_of
 from stages.models.log_probs import token_log_probs
@@ -27,6 +28,8 @@ from stages.rollouts.decoding import CachedRows, WholeRows, side_by_side, start_
 # Rows that have ended are dropped from the batch once they are this share of it: dropping copies
 # the cache.
 DROP_SHARE = 1 / 8
+# Numbers of logits that are held at once where log-probs come from passes over whole rows.
+LOGITS = 2**27
 
 
 @dataclass(frozen=True)
@@ -86,11 +89,12 @@ def sample(
         for place, completion in enumerate(completions)
     ]
     temperature = 1.0 if draws is None else sampling.temperature
-    log_probs = reference_log_probs(policy, rows, temperature)
-    return [
-        replace(completion, log_probs=row)
-        for completion, row in zip(completions, log_probs, strict=True)
-    ]
+    vocabulary = policy.get_output_embeddings().weight.shape[0]
+    at_once = max(1, LOGITS // (sampling.max_new_tokens * vocabulary))
+    restated = []
+    for part in chunks(rows, at_once):
+        restated += reference_log_probs(policy, part, temperature)
+    return [replace(c, log_probs=row) for c, row in zip(completions, restated, strict=True)]
 
 
 @torch.inference_mode()
