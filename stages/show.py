@@ -127,7 +127,11 @@ def show_table(out, table: Rows, chosen: dict, summary: bool) -> None:
             line = "  ".join(f"{key} {value}" for key, value in made.items())
             text.print_line(out, f"{name}: {line}")
         out.print()
-        text.print_rows(out, [text.summary_row(entry) for entry in table.summary()])
+        known = [
+            {name: "" if value is None else text.cell(value) for name, value in entry.items()}
+            for entry in table.summary()
+        ]
+        text.print_rows(out, known)
         out.print()
     text.print_rows(out, text.shown(rows, chosen["full"]))
 

@@ -20,6 +20,8 @@ DISK = {
     "base/files.py",
     "base/metrics.py",
     "base/params.py",
+    "text/positions.py",
+    "base/scratch.py",
     "base/tables.py",
     "base/tokenizers.py",
     "base/trust.py",
@@ -30,6 +32,7 @@ DISK = {
     "rows/readers.py",
     "sources/published.py",
     "page/excerpts.py",
+    "sources/weights.py",
     "page/page.py",  # its own template
     "viewer/decoding.py",
     "viewer/models.py",

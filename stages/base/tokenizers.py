@@ -1,11 +1,17 @@
 """Tokenizers, apart from models: a stage that only tokenizes need not import a model."""
 
+import re
+from importlib.util import find_spec
 from pathlib import Path
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from stages.base.errors import InputError
 from stages.base.trust import check_own
+
+UNREADABLE = "no tokenizer can be made of its files; expected a tokenizer.json"
+RANKS = re.compile(rb"[A-Za-z0-9+/=]+ \d+\r?\n")  # a line of tiktoken's format
+NEEDED = {"tiktoken": ["tiktoken"], "sentencepiece": ["sentencepiece", "google.protobuf"]}
 
 
 def load_tokenizer(folder: Path, trust: bool = False):
@@ -14,3 +20,50 @@ def load_tokenizer(folder: Path, trust: bool = False):
         raise InputError(f"{folder}: no tokenizer_config.json; expected a model folder of a stage")
     check_own(folder, trust)
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+
+
+def published_tokenizer(folder: Path, trust: bool):
+    """The fast tokenizer of a model folder from elsewhere.
+
+    A tokenizer.json comes before a tekken.json, from which AutoTokenizer makes a class of its own
+    wherever mistral_common is installed, without the template and special tokens of all others.
+    """
+    if (folder / "tekken.json").is_file() and (folder / "tokenizer.json").is_file():
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    if not trust:
+        check_vocabulary(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+    except (ImportError, ValueError) as error:
+        if "tiktoken" not in str(error):  # asked for whatever is wrong with the files
+            raise
+        raise InputError(f"{folder}: {UNREADABLE}") from error
+    if not tokenizer.is_fast:
+        raise InputError(f"{folder}: {type(tokenizer).__name__} is slow; expected a tokenizer.json")
+    return tokenizer
+
+
+def check_vocabulary(folder: Path) -> None:
+    """Raise InputError where no file that can be read here says which tokens there are."""
+    if (folder / "tokenizer.json").is_file():
+        return
+    models = sorted([*folder.glob("*.model"), *folder.glob("*.tiktoken")])
+    if not models and not list(folder.glob("vocab.*")):
+        also = " (tekken.json alone has neither template nor special tokens)"
+        found = also if (folder / "tekken.json").is_file() else ""
+        raise InputError(f"{folder}: no vocabulary{found}; expected a tokenizer.json")
+    for file in models:
+        with file.open("rb") as opened:
+            kind = "tiktoken" if RANKS.match(opened.readline(1000)) else "sentencepiece"
+        if lacking := [name for name in NEEDED[kind] if not installed(name)]:
+            packages = " ".join(lacking).replace("google.", "")
+            raise InputError(
+                f"{file}: made for {kind}, which needs `pip install {packages}`; expected that or a"
+                " tokenizer.json beside it"
+            )
+
+
+def installed(module: str) -> bool:
+    """Whether Python finds a module, without importing it."""
+    package = module.partition(".")[0]
+    return find_spec(package) is not None and find_spec(module) is not None

@@ -27,6 +27,11 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 
+# What transformers notes of how a tokenizer was loaded and then saves with it, though nothing reads
+# it again: HF_HUB_OFFLINE would change the bytes of a model.
+HOW_LOADED = ("local_files_only", "is_local")
+
+
 def check_folder(folder: Path) -> None:
     """Raise InputError unless the folder holds a config and safetensors weights."""
     if not (folder / "config.json").is_file():
@@ -38,15 +43,29 @@ def check_folder(folder: Path) -> None:
         raise InputError(f"{folder}: no model.safetensors{also}; expected safetensors weights")
 
 
+def check_causal(place: object, architectures: list[str] | None) -> None:
+    """Raise InputError unless a config's architectures are those of causal language models."""
+    if not any("CausalLM" in name or "LMHead" in name for name in architectures or []):
+        raise InputError(f"{place}: architecture {architectures}, expected a causal language model")
+
+
+def learn_padding(model: nn.Module) -> None:
+    """Let the embedding of the pad id learn like any other; the values stay as they are.
+
+    Llama and others make that id the `padding_idx` of their embedding, which then gets no gradient:
+    wrong where text holds it (pad may equal EOS), and of no use here, where masks come from
+    lengths.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            module.padding_idx = None
+
+
 def load_policy(
     folder: Path, attention: str, device: torch.device, trust: bool = False
 ) -> PreTrainedModel:
     """A causal language model in float32 and evaluation mode; its own code needs `trust`."""
-    config = _config(folder, trust)
-    if not any("CausalLM" in name or "LMHead" in name for name in config.architectures or []):
-        raise InputError(
-            f"{folder}: architecture {config.architectures}, expected a causal language model"
-        )
+    check_causal(folder, _config(folder, trust).architectures)
     policy = _load(AutoModelForCausalLM, folder, attention, device, trust)
     try:
         check_head(policy)
@@ -164,6 +183,7 @@ def _load(
         # What comes out of a file lies at any address, and the last bit of a product can depend on
         # it. In memory of torch's own a reloaded model computes what the saved one did.
         parameter.data = parameter.data.clone()
+    learn_padding(model)
     find_backbone(model)
     return model.to(device).eval()
 
@@ -173,10 +193,19 @@ def _unusable(attention: str, error: Exception) -> str:
     return f"found {attention!r}, but {reason}; eager runs with every model"
 
 
+def open_as_others(folder: Path) -> None:
+    """Let whoever may read a folder's JSON files read its weights too.
+
+    safetensors makes its files readable to their owner alone, whatever the umask says.
+    """
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(next(folder.glob("*.json")), file)
+
+
 def save_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
     """Write model and tokenizer into an existing folder, as `from_pretrained` reads them.
 
-    Code that the model came with goes along.
+    Code that the model came with goes along; how and where they were loaded does not.
     """
     if model.get_input_embeddings().num_embeddings < len(tokenizer):
         raise InputError(
@@ -187,7 +216,10 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
+    for name in HOW_LOADED:
+        tokenizer.init_kwargs.pop(name, None)
     tokenizer.save_pretrained(folder)
+    open_as_others(folder)
     if getattr(model.config, "auto_map", None) and model.config.name_or_path:
         # transformers keeps the code of this class alone; another stage may load another class.
         for file in Path(model.config.name_or_path).glob("*.py"):

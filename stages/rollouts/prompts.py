@@ -11,6 +11,7 @@ from stages.rollouts.rewards import Rules
 from stages.rows.inputs import BATCH, Intake, open_source, usable
 from stages.text.chat import encode_prompts
 from stages.text.messages import Dropped
+from stages.text.positions import positions_of
 from stages.text.templates import tools_unseen
 
 

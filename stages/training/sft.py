@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from stages.base.tables import IGNORED
 from stages.models.forward import completion_states, head_logits, right_pad
 from stages.models.log_probs import token_log_probs
-
-IGNORED = -100
 
 
 def predicted(labels: Sequence[int]) -> int:

@@ -6,7 +6,8 @@ Letters: T completion tokens. Log-probs are in nats.
 import math
 from dataclasses import dataclass, field
 
-IGNORED = -100
+from stages.base.tables import IGNORED
+
 MEASURES = ("log-prob", "ratio", "advantage", "reference")
 
 
