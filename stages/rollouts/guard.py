@@ -23,11 +23,11 @@ from stages.models.forward import (
     full_states,
     head_logits,
     joined_states,
-    positions_of,
     shared_states,
 )
 from stages.models.log_probs import token_log_probs
 from stages.rollouts.sampling import Sampling, draw
+from stages.text.positions import positions_of
 
 # In nats. A few rows do not show the worst: so that all are within 1e-4, these are within half.
 TOLERANCE = 5e-5

@@ -5,7 +5,6 @@ from pathlib import Path
 from stages.base.chunks import chunks
 from stages.base.errors import BadKnob, InputError
 from stages.base.knobs import Source
-from stages.models.forward import positions_of
 from stages.rollouts.engine import Prompt
 from stages.rollouts.rewards import Rules
 from stages.rows.inputs import BATCH, Intake, open_source, usable
