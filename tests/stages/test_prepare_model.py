@@ -1,63 +1,94 @@
-"""Stage `prepare_model` over folders as people publish them: a base model, or one line."""
+"""What prepare_model finds out before anything trains, and what later folders inherit."""
 
-import os
+import json
 
 import pytest
-from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from stages.base import command
-from stages.prepare_model import prepare_model
-from tests.helpers.models import byte_tokenizer, llama, mixtral, saved
-from tests.helpers.own_code import edit
-from tests.helpers.tiny import small_params, write
+from stages.base.errors import BadKnob
+from stages.prepare_model import check_fit
+from tests.helpers.architectures import seeded
+from tests.helpers.models import byte_tokenizer, gpt2
+from tests.helpers.stage import refuse, succeed
 
-SIZE = len(byte_tokenizer())
+SOURCE = {"model__source": "models/source/m"}
 
 
 @pytest.fixture
-def prepare(tmp_path, monkeypatch):
-    """Runs the stage on models/source/it in an empty folder; gives exit code and output."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "stop_with_parent", lambda: None)
-    write(tmp_path / "params.yaml", small_params(model__source="models/source/it"))
-
-    def run():
-        options = ["--source", "models/source", "--out", "models/base"]
-        result = CliRunner().invoke(prepare_model, options)
-        assert result.exception is None or isinstance(result.exception, SystemExit)
-        return result.exit_code, result.output
-
-    return run
+def folder(tmp_path):
+    (tmp_path / "models" / "source").mkdir(parents=True)
+    return tmp_path
 
 
-def test_n02_a_model_with_other_names_ends_in_one_line_and_no_base_model(prepare, tmp_path):
-    file = (
-        saved(tmp_path / "models" / "source" / "it", llama(vocabulary=SIZE)) / "model.safetensors"
-    )
-    weights = {f"_orig_mod.{name}": weight for name, weight in load_file(file).items()}
-    save_file(weights, file, {"format": "pt"})
-    code, output = prepare()
-    assert code == 1
-    [line] = [line for line in output.splitlines() if line.startswith("Error: ")]
-    assert "stage prepare_model: models/source/it: " in line and "'_orig_mod.'" in line
-    assert not os.path.exists("models/base")
+def bring(folder, model) -> None:
+    source = folder / "models" / "source" / "m"
+    model.save_pretrained(source)
+    byte_tokenizer().save_pretrained(source)
 
 
-def test_n20_a_model_with_sampling_fields_becomes_a_base_model(prepare, tmp_path):
-    folder = saved(tmp_path / "models" / "source" / "it", llama(vocabulary=SIZE))
-    fields = {"eos_token_id": 2, "temperature": 0.9, "top_p": 0.6}
-    edit(folder / "generation_config.json", fields)
-    edit(folder / "config.json", fields | {"num_return_sequences": 3})
-    code, output = prepare()
-    assert code == 0 and "stop tokens <|im_end|>" in output
-    files = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
-    assert [name for name in files if not (tmp_path / "models" / "base" / name).is_file()] == []
+def recorded(folder, name: str = "base") -> str:
+    return json.loads((folder / "models" / name / "config.json").read_text())["rlhf_route"]
 
 
-def test_n22_what_of_a_models_training_is_left_out_is_said(prepare, tmp_path):
-    model = mixtral(SIZE, output_router_logits=True, router_aux_loss_coef=0.25)
-    saved(tmp_path / "models" / "source" / "it", model)
-    code, output = prepare()
-    assert code == 0
-    assert "router_aux_loss_coef: 0.25), which no stage here trains; it is switched off" in output
+def test_the_default_model_shares_prompts_and_its_folder_says_so(folder):
+    assert "rows shared" in succeed(folder, "prepare_model")
+    assert recorded(folder) == "shared"
+    model = AutoModelForCausalLM.from_pretrained(folder / "models" / "base")
+    assert model.config.rlhf_route == "shared"
+
+
+def test_the_trial_leaves_the_weights_as_they_were(folder):
+    model = seeded("Mpt", len(byte_tokenizer()))
+    bring(folder, model)
+    succeed(folder, "prepare_model", **SOURCE, attention="eager")
+    found = AutoModelForCausalLM.from_pretrained(folder / "models" / "base")
+    for name, weight in found.named_parameters():
+        assert weight.equal(model.get_parameter(name)), name
+
+
+def test_the_route_of_a_source_is_measured_anew(folder):
+    """A folder of this pipeline as model.source may carry a route that was measured elsewhere."""
+    model = seeded("Mistral", len(byte_tokenizer()))
+    model.config.rlhf_route = "shared"
+    bring(folder, model)
+    succeed(folder, "prepare_model", **SOURCE)
+    assert recorded(folder) == "padded"
+
+
+def test_n11_positions_below_max_new_tokens_are_refused_with_the_knob(folder):
+    bring(folder, gpt2(vocabulary=len(byte_tokenizer())))
+    message = refuse(folder, "prepare_model", **SOURCE, max_new_tokens=128)
+    assert "max_new_tokens: found 128, but the model has only 128 positions" in message
+    assert not (folder / "models" / "base").exists()
+
+
+@pytest.mark.parametrize(
+    "name, positions",
+    [("GPT2", 128), ("Mpt", 128), ("Rwkv", 128), ("Llama", 128), ("Qwen3_5Text", 128)],
+)
+def test_n11_positions_are_found_under_each_of_their_names(name, positions):
+    model = seeded(name, 48)
+    check_fit(model, [1], positions - 1)
+    with pytest.raises(BadKnob, match=f"only {positions} positions"):
+        check_fit(model, [1], positions)
+
+
+def test_n11_a_stop_token_outside_the_vocabulary_is_refused(folder):
+    model = gpt2(vocabulary=len(byte_tokenizer()))
+    model.generation_config.eos_token_id = [2, 5000]
+    bring(folder, model)
+    message = refuse(folder, "prepare_model", **SOURCE)
+    assert f"stop tokens [5000], but the model embeds only {len(byte_tokenizer())}" in message
+
+
+def test_a_model_that_cannot_be_tried_is_refused_in_one_line(folder, monkeypatch):
+    """Whatever an architecture raises in its forward pass."""
+
+    def broken(self, *args, **more):
+        raise KeyError("nobody thought\nof this")
+
+    bring(folder, seeded("Olmo2", len(byte_tokenizer())))
+    monkeypatch.setattr("transformers.models.olmo2.modeling_olmo2.Olmo2Model.forward", broken)
+    message = refuse(folder, "prepare_model", **SOURCE)
+    assert "params.yaml: model.source: Olmo2ForCausalLM: " in message
+    assert "nobody thought" in message and ".partial" not in message
