@@ -35,6 +35,7 @@ from stages.rl.kl import FITTING
 from stages.rl.objectives import OBJECTIVES, Clip
 from stages.rl.stats import CompletionStats, explained_variance, token_mean
 from stages.rl.targets import Settings, Targets, make_targets
+from stages.training.saving import Saver, parts_of, restore, tensors_of, work_of
 from stages.training.steps import adamw, check_weights
 from stages.training.tracking import tracking
 
@@ -63,8 +64,10 @@ def optimize(
         learner, state = load_learner(start, reward_model, knobs, accelerator.device)
         check_vocabulary(buffer, largest, vocabulary_of(learner.policy), start)
         learning = Round(accelerator, learner, rows, targets, settings)
-        with tracking(f"optimize-{round_number}", knobs.model_dump(), curve) as log:
-            steps = take_steps(learning, state.step, knobs, log)
+        name, inputs = f"optimize-{round_number}", [buffer, start, reward_model]
+        saver = Saver(work_of(name, inputs, knobs, accelerator.device))
+        with saver.watching(), tracking(name, knobs.model_dump(), curve) as log:
+            steps = take_steps(learning, state.step, knobs, log, saver)
         for name, (_, model) in pairs(learner).items():
             check_weights(model, name)
         found = round_figures(targets, learning.stats, steps, settings)
@@ -80,6 +83,7 @@ def optimize(
     tokenizer = load_tokenizer(start, knobs.model.trust_remote_code)
     save_policy(out, learner.policy, tokenizer, state, pairs(learner), learner.critic)
     write_json(figures, found)
+    saver.done()
     say(found, round=round_number, objective=knobs.loss)
 
 
@@ -95,20 +99,43 @@ def checked_targets(buffer: Path, rows: Rows, settings: Settings, knobs: Knobs) 
     return targets
 
 
-def take_steps(learning: Round, done: int, knobs: Knobs, log: Callable[[dict], None]) -> list[dict]:
+def take_steps(
+    learning: Round, done: int, knobs: Knobs, log: Callable[[dict], None], saver: Saver
+) -> list[dict]:
     """All optimizer steps of the round; returns one row of the curve each, logged as it comes."""
-    settings, targets, rows = learning.settings, learning.targets, []
+    settings, targets = learning.settings, learning.targets
     each_epoch = math.ceil(len(learning.rows) / (settings.train_batch_size * settings.batch_acc))
     total = settings.ppo_epochs * each_epoch
     warn_of_stale_steps(knobs, settings, total)
     tokens = int(targets.lengths.sum()) // each_epoch
     reward = targets.rewards[targets.used].mean().item()
-    bar = progress(learning.steps(done), f"optimize {settings.round_number}", total)
-    for number, record in enumerate(bar, start=done + 1):
+    rows = go_on(learning, saver)
+    for row in rows:
+        log(row)
+    steps = learning.steps(done, len(rows))
+    bar = progress(steps, f"optimize {settings.round_number}", total, done=len(rows))
+    for number, record in enumerate(bar, start=done + len(rows) + 1):
         rows.append(curve_row(number, settings.round_number, record))
         log(rows[-1])
         bar.tell(tokens, reward=reward, loss=record.policy.loss, kl=record.kl)
+        saver.after_step(len(rows), lambda: state_of(learning), {"rows": rows})
     return rows
+
+
+def go_on(learning: Round, saver: Saver) -> list[dict]:
+    """Put back what a cut-off run of this very round left; its rows of the curve, none without."""
+    found = saver.found()
+    if found is None:
+        return []
+    restore(pairs(learning.learner), found.tensors)
+    learning.stats.restore(parts_of(found.tensors, "stats"))
+    return found.values["rows"]
+
+
+def state_of(learning: Round) -> dict:
+    """Tensors of a round under way: models, moments, and what was seen of the completions."""
+    stats = {f"stats/{name}": tensor for name, tensor in learning.stats.tensors().items()}
+    return tensors_of(pairs(learning.learner)) | stats
 
 
 def warn_of_stale_steps(knobs: Knobs, settings: Settings, steps: int) -> None:

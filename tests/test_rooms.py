@@ -17,9 +17,12 @@ REGISTRIES = {("optimize.py", "rl"), ("train_direct.py", "direct")}
 
 # The modules that may open, list or write files; all others take and give values.
 DISK = {
+    "base/clones.py",
     "base/files.py",
     "base/metrics.py",
     "base/params.py",
+    "text/positions.py",
+    "base/scratch.py",
     "base/tables.py",
     "base/tokenizers.py",
     "base/trust.py",
@@ -29,8 +32,8 @@ DISK = {
     "rows/formats.py",
     "rows/readers.py",
     "sources/published.py",
-    "page/excerpts.py",
     "sources/weights.py",
+    "page/excerpts.py",
     "page/page.py",  # its own template
     "viewer/decoding.py",
     "viewer/models.py",

@@ -12,8 +12,8 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stages.models.forward import States, completion_states, head_logits
-from stages.models.log_probs import token_entropy, token_log_probs
+from stages.models.forward import States, completion_states
+from stages.models.log_probs import head_log_probs
 from stages.models.scorers import action_values
 from stages.rl.kl import kl_penalty
 from stages.rl.objectives import token_weights, value_loss
@@ -62,19 +62,25 @@ class Round:
     def __post_init__(self):
         object.__setattr__(self, "stats", CompletionStats(len(self.rows)))
 
-    def steps(self, done: int) -> Iterator[StepRecord]:
+    def steps(self, done: int, taken: int = 0) -> Iterator[StepRecord]:
         """Yield a record per optimizer step; `done` updates were taken before this round.
 
-        Rows are reshuffled in each epoch; after an epoch whose mean KL to the old policy is above
-        `target_kl` no further one starts. Raises `NonFinite`, naming the row, for a loss that is
-        not finite, unless settings say skip.
+        The first `taken` steps of the round are passed over: a run that was cut off took them, and
+        models and stats are as it left them. Rows are reshuffled in each epoch; after an epoch
+        whose mean KL to the old policy is above `target_kl` no further one starts. Raises
+        `NonFinite`, naming the row, for a loss that is not finite, unless settings say skip.
         """
-        limit = self.settings.target_kl
+        limit, left = self.settings.target_kl, taken
         for epoch in range(self.settings.ppo_epochs):
             for batches in self._plan(epoch):
-                with self.accelerator.autocast():
-                    yield self._step(epoch, batches, done)
+                if left:
+                    left -= 1
+                else:
+                    with self.accelerator.autocast():
+                        yield self._step(epoch, batches, done)
                 done += 1
+            if left:
+                continue  # the stats are those of a later epoch
             if limit is not None and token_mean(self.stats.kl, self.targets.lengths) > limit:
                 return
 
@@ -172,11 +178,9 @@ class Round:
 def _log_probs_and_entropy(policy, states: States, temperature: float) -> tuple[Tensor, Tensor]:
     """-> (B, T) log-probs with gradient, (B, T) entropies without; 0 outside the action mask."""
     mask = states.action_mask
-    logits = head_logits(policy, states.hidden[mask])
+    found = head_log_probs(policy, states.hidden[mask], states.ids[mask], temperature, True)
     zeros = torch.zeros(mask.shape, device=mask.device)
-    log_probs = zeros.masked_scatter(mask, token_log_probs(logits, states.ids[mask], temperature))
-    with torch.no_grad():
-        entropy = zeros.masked_scatter(mask, token_entropy(logits, temperature))
+    log_probs, entropy = (zeros.masked_scatter(mask, flat) for flat in found)
     return log_probs, entropy
 
 

@@ -3,7 +3,7 @@
 Letters: N completions of the buffer, B of a micro-batch, T completion tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +29,9 @@ class TokenFigures:
     kl_ref: Tensor | None
 
 
+FIGURES = ("ratio_mean", "ratio_max", "clipped_fraction", "kl", "kl_ref", "entropy")
+
+
 @dataclass
 class CompletionStats:
     """Per completion, as it stood when last trained on; NaN where it never was. All (N,).
@@ -46,9 +49,25 @@ class CompletionStats:
     entropy: Tensor = field(init=False)
 
     def __post_init__(self):
-        for name in ("ratio_mean", "ratio_max", "clipped_fraction", "kl", "kl_ref", "entropy"):
+        for name in FIGURES:
             setattr(self, name, torch.full((self.count,), torch.nan))
         self.ratios = [None] * self.count
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it as tensors by name, for a saved state; -1 is the length of a row not seen."""
+        lengths = [-1 if ratio is None else len(ratio) for ratio in self.ratios]
+        known = [ratio for ratio in self.ratios if ratio is not None]
+        found = {name: getattr(self, name).clone() for name in FIGURES}
+        ratios = torch.cat(known) if known else torch.zeros(0)
+        return found | {"ratios": ratios, "lengths": torch.tensor(lengths)}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put back what `tensors` gave."""
+        for name in FIGURES:
+            getattr(self, name).copy_(tensors[name])
+        lengths = tensors["lengths"].tolist()
+        parts = iter(tensors["ratios"].split([length for length in lengths if length >= 0]))
+        self.ratios = [None if length < 0 else next(parts).clone() for length in lengths]
 
     @torch.no_grad()
     def note(self, batch: Sequence[int], tokens: TokenFigures) -> None:
