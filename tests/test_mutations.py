@@ -40,8 +40,8 @@ FAULTS = [
     Fault(
         "sign of the policy gradient",
         OBJECTIVES,
-        "loss = -advantages * torch.where(advantages != 0, log_probs, 0.0)\n    return loss, torch",
-        "loss = advantages * torch.where(advantages != 0, log_probs, 0.0)\n    return loss, torch",
+        "loss = -_on_actions(advantages, action_mask) * log_probs",
+        "loss = _on_actions(advantages, action_mask) * log_probs",
     ),
     Fault(
         "sign of the clipped loss",
@@ -347,13 +347,6 @@ FAULTS = [
         OBJECTIVES,
         "log_ratio.clamp(max=math.log(RATIO_LIMIT)).exp()",
         "log_ratio.exp()",
-        "tests/rl/test_objectives.py",
-    ),
-    Fault(
-        "advantage 0 looks at the ratio",
-        OBJECTIVES,
-        "log_ratio = _log_ratio(log_probs, log_probs_old, advantages != 0)",
-        "log_ratio = _log_ratio(log_probs, log_probs_old, action_mask)",
         "tests/rl/test_objectives.py",
     ),
     Fault(
