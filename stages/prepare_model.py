@@ -15,6 +15,7 @@ import click
 import torch
 
 from stages.base import params
+from stages.base.clones import bring_sources
 from stages.base.command import Stage, paths, say
 from stages.base.files import replacing
 from stages.base.randomness import seed_everything
@@ -29,6 +30,7 @@ from stages.text.chat import stop_token_ids
 @paths("--source", "--out")
 def prepare_model(source: Path, out: Path) -> None:
     """Make or fetch the base model."""
+    bring_sources(params.SOURCE, source)
     knobs = params.load(Knobs)
     model, tokenizer = make_tiny(knobs) if knobs.model.source == "tiny" else fetch(knobs, source)
     set_padding(tokenizer)

@@ -17,6 +17,7 @@ REGISTRIES = {("optimize.py", "rl"), ("train_direct.py", "direct")}
 
 # The modules that may open, list or write files; all others take and give values.
 DISK = {
+    "base/clones.py",
     "base/files.py",
     "base/metrics.py",
     "base/params.py",
