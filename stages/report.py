@@ -18,7 +18,7 @@ import click
 from stages.base import params
 from stages.base.clones import bring_outputs
 from stages.base.command import Stage, paths, say
-from stages.base.errors import InputError
+from stages.base.errors import MissingFile
 from stages.base.files import replacing
 from stages.base.metrics import growing_curve, read_json, write_json
 from stages.knobs.report import Knobs
@@ -174,12 +174,12 @@ def steps_of(curves: Path, rounds: list[int]) -> list[dict]:
 
 
 def read_curve(path: Path) -> list[dict]:
-    """Rows of a CSV curve; InputError where it is missing."""
+    """Rows of a CSV curve; MissingFile where it is not there."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             return list(DictReader(file))
     except FileNotFoundError as error:
-        raise InputError(f"{path}: missing; expected the curve of a stage") from error
+        raise MissingFile(path, "the curve of a stage") from error
 
 
 if __name__ == "__main__":

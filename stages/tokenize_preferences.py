@@ -1,12 +1,14 @@
 """Stage `tokenize_preferences`: from preference rows to pairs of ids.
 
-Reads   preference rows (the task's, or what preferences.dataset names), models/base's tokenizer
+Reads   preference rows (the task's, or what preferences.dataset names), tokenizer and config of
+        models/base
 Knobs   preferences (source, max_length), seed (which rows max_samples keeps), trust_remote_code
 Writes  data/preferences/pairs.parquet (base/tables.py: PAIRS), figures of rows kept and dropped
 
 The split is left to `split_preferences`: another share must not tokenize again.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +20,11 @@ from stages.base.metrics import write_json
 from stages.base.tables import PAIRS, write_batches
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.tokenize_preferences import Knobs
-from stages.rows.inputs import Intake, Part, open_source, tokenized, usable
+from stages.rows.canonical import PreferenceRow
+from stages.rows.inputs import Intake, open_source, tokenized
 from stages.text.chat import encode_pairs
 from stages.text.messages import Dropped
+from stages.text.positions import longest_row
 from stages.text.templates import tools_unseen
 
 
@@ -29,10 +33,12 @@ from stages.text.templates import tools_unseen
 def tokenize_preferences(task: Path, base: Path, out: Path, figures: Path) -> None:
     """Tokenize preference pairs."""
     knobs = params.load(Knobs)
-    tokenizer = load_tokenizer(base, knobs.model.trust_remote_code)
+    trust = knobs.model.trust_remote_code
+    tokenizer = load_tokenizer(base, trust)
     name, rows = open_source("preferences", knobs.preferences, task, knobs.seed)
     intake = Intake(name, "truncated", "masked_by_offsets")
-    encoding = partial(encode, tokenizer, knobs.preferences.max_length)
+    longest = longest_row(base, knobs.preferences.max_length, "preferences.max_length", trust)
+    encoding = partial(encode, tokenizer, longest)
     encoded = tokenized(rows, encoding, PAIRS, intake)
     provenance = {"stage": "tokenize_preferences", "source": name, "tokenizer": str(base)}
     write_batches(out, PAIRS, encoded, provenance)
@@ -40,24 +46,23 @@ def tokenize_preferences(task: Path, base: Path, out: Path, figures: Path) -> No
     say(intake.figures())
 
 
-def encode(tokenizer, max_length: int, batch: list, part: Part) -> None:
-    """Numbered canonical pairs -> rows of the table and what is counted, in `part`."""
-    numbers, kept = usable(batch, part)
-    pairs = [(row.prompt, row.chosen, row.rejected) for row in kept]
-    results = encode_pairs(tokenizer, pairs, max_length, [row.tools for row in kept])
-    for number, row, result in zip(numbers, kept, results, strict=True):
+def encode(tokenizer, max_length: int, rows: list[PreferenceRow]) -> Iterator:
+    """Canonical pairs -> each its row of the table and what is counted, or why there is none."""
+    pairs = [(row.prompt, row.chosen, row.rejected) for row in rows]
+    results = encode_pairs(tokenizer, pairs, max_length, [row.tools for row in rows])
+    for row, result in zip(rows, results, strict=True):
         if isinstance(result, Dropped):
-            part.drop(number, result.reason)
+            yield result
             continue
-        part.keep(
-            prompt_ids=result.prompt_ids,
-            chosen_ids=result.chosen_ids,
-            rejected_ids=result.rejected_ids,
-            margin=row.margin,
+        ids = {name: getattr(result, name) for name in ("prompt_ids", "chosen_ids", "rejected_ids")}
+        yield (
+            ids | {"margin": row.margin},
+            {
+                "tools_unseen": tools_unseen(tokenizer, [*row.prompt, *row.chosen], row.tools),
+                "truncated": result.truncated,
+                "masked_by_offsets": result.route == "offsets",
+            },
         )
-        part.sums["tools_unseen"] += tools_unseen(tokenizer, [*row.prompt, *row.chosen], row.tools)
-        part.sums["truncated"] += result.truncated
-        part.sums["masked_by_offsets"] += result.route == "offsets"
 
 
 if __name__ == "__main__":

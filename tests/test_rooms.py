@@ -21,6 +21,8 @@ DISK = {
     "base/files.py",
     "base/metrics.py",
     "base/params.py",
+    "text/positions.py",
+    "base/scratch.py",
     "base/tables.py",
     "base/tokenizers.py",
     "base/trust.py",
@@ -30,6 +32,7 @@ DISK = {
     "rows/formats.py",
     "rows/readers.py",
     "sources/published.py",
+    "sources/weights.py",
     "page/excerpts.py",
     "page/page.py",  # its own template
     "viewer/decoding.py",

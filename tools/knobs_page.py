@@ -8,8 +8,7 @@ from typing import Literal, Union, get_args, get_origin
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from stages.base.knobs import Section  # noqa: E402
-from stages.base.params import all_knobs, read  # noqa: E402
+from stages.base.params import all_knobs, fields, read  # noqa: E402
 
 INTRODUCTION = """# Knobs
 
@@ -27,7 +26,7 @@ def page() -> str:
     """The whole page as Markdown."""
     defaults, rows = read(ROOT / "params.yaml"), {}
     for stage, section in all_knobs().items():
-        for key, field in leaves(section):
+        for key, field in fields(section):
             row = rows.setdefault(key, {"field": field, "stages": []})
             row["stages"].append(stage)
     lines = []
@@ -38,16 +37,6 @@ def page() -> str:
         cells = [f"`{key}`", takes(field), shown(value), ", ".join(row["stages"])]
         lines.append("| " + " | ".join([*cells, escaped(field.description or "")]) + " |")
     return INTRODUCTION + "\n".join(sorted(lines, key=order)) + "\n"
-
-
-def leaves(section: type[Section], prefix: str = ""):
-    """(dotted key, field) of a class of knobs."""
-    for name, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, Section):
-            yield from leaves(kind, f"{prefix}{name}.")
-        else:
-            yield prefix + name, field
 
 
 def takes(field) -> str:

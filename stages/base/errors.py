@@ -16,3 +16,12 @@ class BadKnob(InputError):
 
     def __init__(self, key: str, problem: str):
         super().__init__(f"params.yaml: {key}: {problem}")
+
+
+class MissingFile(InputError):
+    """A file that another stage writes is not there, as in a clone that fetched not all."""
+
+    advice = "`dvc repro --pull` fetches what stages that do not run made before, and goes on"
+
+    def __init__(self, path: object, expected: str):
+        super().__init__(f"{path}: missing; expected {expected}")

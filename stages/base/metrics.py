@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from stages.base.errors import InputError
+from stages.base.errors import InputError, MissingFile
 from stages.base.files import naming, remove, replacing
 
 
@@ -35,7 +35,7 @@ def read_json(path: Path) -> dict:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise InputError(f"{path}: missing; expected a stage's figures as JSON") from error
+        raise MissingFile(path, "a stage's figures as JSON") from error
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error}); expected a stage's figures") from error
 

@@ -11,9 +11,10 @@ import pkgutil
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TypeVar, get_type_hints
+from typing import TypeVar
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -67,15 +68,19 @@ def all_knobs() -> dict[str, type[Section]]:
     return found
 
 
-def keys(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """Dotted keys that a class of knobs reads: `seed`, `sft.lr`."""
-    for name, kind in get_type_hints(section).items():
-        if name not in section.model_fields:
-            continue
+def fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """(dotted key, field) of each knob that a class reads: `seed`, `sft.lr`."""
+    for name, field in section.model_fields.items():
+        kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
-            yield from keys(kind, f"{prefix}{name}.")
+            yield from fields(kind, f"{prefix}{name}.")
         else:
-            yield prefix + name
+            yield prefix + name, field
+
+
+def keys(section: type[Section]) -> list[str]:
+    """Dotted keys that a class of knobs reads."""
+    return [key for key, _ in fields(section)]
 
 
 def _select(section: type[Section], values: dict) -> dict:
@@ -155,11 +160,9 @@ def _names(section: type[Section]) -> set[str]:
 
 
 def _description(section: type[Section], key: str) -> str:
-    head, _, rest = key.partition(".")
-    field = section.model_fields[head]
-    if rest and isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-        return _description(field.annotation, rest)
-    return field.description or ""
+    """Of the knob at a key or above it; "" for a whole section."""
+    found = (field for name, field in fields(section) if f"{key}.".startswith(f"{name}."))
+    return next((field.description or "" for field in found), "")
 
 
 def _unknown(values: dict, path: Path) -> Iterator[str]:

@@ -16,11 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stages.base.chunks import chunks
-from stages.base.errors import InputError
+from stages.base.errors import InputError, MissingFile
 from stages.base.files import naming, replacing
 
 SCHEMA_VERSION = "1"
 ROWS_PER_GROUP = 1024
+IGNORED = -100  # the label of a token that is read, not learned
 
 
 def _list(item: pa.DataType) -> pa.DataType:
@@ -185,7 +186,7 @@ def open_table(path: Path, schema: pa.Schema) -> pq.ParquetFile:
     try:
         file = pq.ParquetFile(path)
     except FileNotFoundError as error:
-        raise InputError(f"{path}: missing; expected a Parquet table that a stage wrote") from error
+        raise MissingFile(path, "a Parquet table that a stage wrote") from error
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError(f"{path}: not a readable Parquet file ({error})") from error
     found = file.schema_arrow

@@ -1,5 +1,6 @@
 """What a model folder may hold: no pickle, and code only where model.trust_remote_code is true."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from stages.base.errors import InputError
@@ -9,12 +10,25 @@ from stages.base.spelling import spelled_out
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
+def listed(names: Iterable[str], most: int = 6) -> str:
+    """Names for a message, in order: a few, and how many more; empty where there is none."""
+    names = sorted(map(spelled_out, names))
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def files_of(folder: Path, *suffixes: str) -> str:
-    """Names of the files below a folder that end so, for a message; empty where there is none."""
+    """`listed` names of the files below a folder that end so."""
     found = (path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
-    names = sorted(spelled_out(path.relative_to(folder).as_posix()) for path in found)
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return ", ".join(names[:6]) + more
+    return listed(path.relative_to(folder).as_posix() for path in found)
+
+
+def object_of(path: Path) -> dict:
+    """A JSON file that must hold an object, as config.json does."""
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: found {type(found).__name__}, expected a JSON object")
+    return found
 
 
 def check_pickles(folder: Path, remedy: str) -> None:
@@ -35,7 +49,7 @@ def check_code(folder: Path, trust: bool) -> None:
         return
     found = files_of(folder, ".py")
     for name in ("config.json", "tokenizer_config.json"):
-        if not found and (folder / name).is_file() and "auto_map" in read_json(folder / name):
+        if not found and (folder / name).is_file() and "auto_map" in object_of(folder / name):
             found = f"auto_map in {name}"
     if found:
         raise InputError(

@@ -1,6 +1,30 @@
 """Knobs of `prepare_model`."""
 
-from stages.base.knobs import Revision, Section, Seed, Trust, flag, number, text, whole
+from datetime import date
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from stages.base.knobs import (
+    Attention,
+    MaxNewTokens,
+    Revision,
+    Section,
+    Seed,
+    Trust,
+    flag,
+    number,
+    text,
+    whole,
+)
+
+
+def iso_date(day: str) -> str:
+    """The date, if it is one."""
+    if len(day) != len("2026-01-31"):
+        raise ValueError(f"found {day!r}, expected a date such as 2026-01-31")
+    date.fromisoformat(day)
+    return day
 
 
 class Model(Trust):
@@ -13,6 +37,14 @@ class Model(Trust):
     ignore_pickles: flag(
         "Accept a model folder that also holds pickled files. They are never read."
     )
+    date: Annotated[
+        text("Day that a chat template is told when it asks for today's (YYYY-MM-DD)."),
+        AfterValidator(iso_date),
+    ]
+    template_options: Annotated[
+        dict[str, Any],
+        Field(description="What else the chat template is told, such as {enable_thinking: false}."),
+    ]
     hidden_size: whole("tiny: width of the residual stream.", ge=2)
     intermediate_size: whole("tiny: width of the feed-forward layers.", ge=1)
     layers: whole("tiny: number of layers.", ge=1)
@@ -24,4 +56,6 @@ class Model(Trust):
 
 class Knobs(Section):
     seed: Seed
+    attention: Attention
+    max_new_tokens: MaxNewTokens
     model: Model

@@ -13,18 +13,23 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     PreTrainedModel,
 )
 from transformers.utils import logging
 
-from stages.base.errors import InputError
+from stages.base.errors import BadKnob, InputError
 from stages.base.trust import PICKLES, check_own, files_of
 from stages.models.compute import all_finite
-from stages.models.forward import check_head
+from stages.models.forward import check_head, find_backbone
+from stages.models.heads import scorer_class
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
+
+
+# What transformers notes of how a tokenizer was loaded and then saves with it, though nothing reads
+# it again: HF_HUB_OFFLINE would change the bytes of a model.
+HOW_LOADED = ("local_files_only", "is_local")
 
 
 def check_folder(folder: Path) -> None:
@@ -38,15 +43,29 @@ def check_folder(folder: Path) -> None:
         raise InputError(f"{folder}: no model.safetensors{also}; expected safetensors weights")
 
 
+def check_causal(place: object, architectures: list[str] | None) -> None:
+    """Raise InputError unless a config's architectures are those of causal language models."""
+    if not any("CausalLM" in name or "LMHead" in name for name in architectures or []):
+        raise InputError(f"{place}: architecture {architectures}, expected a causal language model")
+
+
+def learn_padding(model: nn.Module) -> None:
+    """Let the embedding of the pad id learn like any other; the values stay as they are.
+
+    Llama and others make that id the `padding_idx` of their embedding, which then gets no gradient:
+    wrong where text holds it (pad may equal EOS), and of no use here, where masks come from
+    lengths.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            module.padding_idx = None
+
+
 def load_policy(
     folder: Path, attention: str, device: torch.device, trust: bool = False
 ) -> PreTrainedModel:
     """A causal language model in float32 and evaluation mode; its own code needs `trust`."""
-    config = _config(folder, trust)
-    if not any("CausalLM" in name or "LMHead" in name for name in config.architectures or []):
-        raise InputError(
-            f"{folder}: architecture {config.architectures}, expected a causal language model"
-        )
+    check_causal(folder, _config(folder, trust).architectures)
     policy = _load(AutoModelForCausalLM, folder, attention, device, trust)
     try:
         check_head(policy)
@@ -82,7 +101,8 @@ def load_scorer(
     ]
     if not with_head:
         raise InputError(f"{folder}: no weight 'score.weight'; expected a reward model or critic")
-    scorer = _load(AutoModelForSequenceClassification, folder, attention, device, trust)
+    kind = scorer_class(_config(folder, trust))
+    scorer = _load(kind, folder, attention, device, trust)
     if scorer.config.num_labels != 1:
         raise InputError(f"{folder}: {scorer.config.num_labels} labels, expected one score")
     return scorer
@@ -97,7 +117,7 @@ def new_scorer(
 ) -> PreTrainedModel:
     """A scorer on a language model's weights, with a new head: from the global generator, or 0."""
     scorer = _load(
-        AutoModelForSequenceClassification,
+        scorer_class(_config(folder, trust)),
         folder,
         attention,
         device,
@@ -142,7 +162,9 @@ def _load(
             trust_remote_code=trust,
             **config,
         )
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
+        if "attention" in str(error).lower():
+            raise BadKnob("attention", _unusable(attention, error)) from error
         if f"for this kind of AutoModel: {auto.__name__}." not in str(error):
             raise
         raise InputError(
@@ -161,13 +183,29 @@ def _load(
         # What comes out of a file lies at any address, and the last bit of a product can depend on
         # it. In memory of torch's own a reloaded model computes what the saved one did.
         parameter.data = parameter.data.clone()
+    learn_padding(model)
+    find_backbone(model)
     return model.to(device).eval()
+
+
+def _unusable(attention: str, error: Exception) -> str:
+    reason = str(error).strip().partition("\n")[0].partition(". Please")[0]
+    return f"found {attention!r}, but {reason}; eager runs with every model"
+
+
+def open_as_others(folder: Path) -> None:
+    """Let whoever may read a folder's JSON files read its weights too.
+
+    safetensors makes its files readable to their owner alone, whatever the umask says.
+    """
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(next(folder.glob("*.json")), file)
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
     """Write model and tokenizer into an existing folder, as `from_pretrained` reads them.
 
-    Code that the model came with goes along.
+    Code that the model came with goes along; how and where they were loaded does not.
     """
     if model.get_input_embeddings().num_embeddings < len(tokenizer):
         raise InputError(
@@ -178,7 +216,10 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
+    for name in HOW_LOADED:
+        tokenizer.init_kwargs.pop(name, None)
     tokenizer.save_pretrained(folder)
+    open_as_others(folder)
     if getattr(model.config, "auto_map", None) and model.config.name_or_path:
         # transformers keeps the code of this class alone; another stage may load another class.
         for file in Path(model.config.name_or_path).glob("*.py"):

@@ -5,11 +5,17 @@ vocabulary. Completions of one prompt share its keys and values, and prompts tha
 turn, instruction) share that opening: the opening runs once, its cache is expanded to the U
 prompts, theirs to the B completions. The result is that of B full rows to rounding, gradients too;
 `full_states` is that plain version.
+
+Which models take which way is their `Route`: `prepare_model` measures it and writes it into
+config.json, from where every later folder inherits it.
 """
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache as remember
 from os.path import commonprefix
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +25,13 @@ from transformers.cache_utils import DynamicLayer
 from stages.models.compute import attention_kernel
 
 Ids = Sequence[int]
+
+# shared     openings and prompts run once; what follows reads their cache
+# padded     plain rows; sampling reads whole prompts, padded on the left, into a cache
+# unpadded   plain rows; sampling takes prompts of one length at a time, so that nothing is padded
+# uncached   plain rows; sampling reads every row anew for each token
+Route = Literal["shared", "padded", "unpadded", "uncached"]
+ROUTE = "rlhf_route"  # the field of config.json
 
 # Sharing prompts costs one more pass over the layers. Where it saves less arithmetic than this, in
 # parameters times prompt tokens, the pass itself costs more (measured on two CPU cores).
@@ -63,10 +76,33 @@ def left_pad(rows: Sequence[Ids], device=None) -> tuple[Tensor, Tensor]:
     )
 
 
+def route_of(backbone: nn.Module) -> Route:
+    """What `prepare_model` found; for a model that it never saw, what is safe by its cache."""
+    return getattr(backbone.config, ROUTE, None) or (
+        "shared" if can_share(backbone) else "unpadded"
+    )
+
+
 def can_share(backbone: nn.Module) -> bool:
-    """True where every layer keeps plain keys and values: no sliding window, no recurrent state."""
+    """Whether positions are told, and every layer keeps plain keys and values.
+
+    A sliding window or a recurrent state counts slots of the cache, padding among them.
+    """
     layers = DynamicCache(config=backbone.config).layers
-    return all(type(layer) is DynamicLayer for layer in layers)
+    plain = all(type(layer) is DynamicLayer for layer in layers)
+    return plain and takes(type(backbone), "position_ids")
+
+
+def find_backbone(model: PreTrainedModel) -> None:
+    """Mend the name of a model's backbone where its class names a part that it does not have."""
+    if model.base_model is model and isinstance(getattr(model, "model", None), nn.Module):
+        model.base_model_prefix = "model"  # Llama 4's text model
+
+
+@remember
+def takes(kind: type[nn.Module], argument: str) -> bool:
+    """Whether the forward pass of a class has an argument of that name."""
+    return argument in inspect.signature(kind.forward).parameters
 
 
 @dataclass
@@ -79,37 +115,47 @@ class Prefilled:
 
     def select(self, rows: Tensor) -> "Prefilled":
         """Rows (N,) of the U -> a prefill of N rows, e.g. each prompt once per completion."""
-        for layer in self.cache.layers:
-            # Its backward adds rows up; that of advanced indexing scatters single numbers, 20 times
-            # slower.
-            layer.keys = layer.keys.index_select(0, rows)
-            layer.values = layer.values.index_select(0, rows)
+        # By index_select: its backward adds rows up; that of advanced indexing scatters single
+        # numbers, 20 times slower.
+        self.cache.reorder_cache(rows)
         return Prefilled(self.cache, self.mask[rows], self.last[rows])
 
 
-def step(backbone: nn.Module, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
+def step(
+    backbone: nn.Module, ids: Tensor, mask: Tensor, cache: DynamicCache, padded: bool = True
+) -> Tensor:
     """(ids (N, S), mask (N, P+S) over cache and ids, cache of P) -> hidden (N, S, D).
 
     The cache grows by S. Position ids count the visible tokens, so that padding never shifts a row.
+    Without padding no mask is told: Mamba would take one over the cache for one over the ids.
     """
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    told = {"position_ids": positions} if takes(type(backbone), "position_ids") else {}
     with attention_kernel(mask):
         output = backbone(
             input_ids=ids,
-            attention_mask=mask.long(),
-            position_ids=positions,
+            attention_mask=mask.long() if padded else None,
             cache=cache,
             use_cache=True,
+            **told,
         )
     return output.last_hidden_state
 
 
-def prefill(backbone: nn.Module, prompts: Sequence[Ids]) -> Prefilled:
-    """(U non-empty prompts) -> `Prefilled`; what they all open with runs once."""
-    opened, cache = read_opening(backbone, prompts)
+def prefill(backbone: nn.Module, prompts: Sequence[Ids], route: Route = "shared") -> Prefilled:
+    """(U non-empty prompts) -> `Prefilled`; by the shared route what they all open with runs once.
+
+    Padding then stands behind the opening, inside the cached rows; by others before all of them.
+    By the unpadded route the prompts are of one length.
+    """
+    if route == "shared":
+        opened, cache = read_opening(backbone, prompts)
+    else:
+        cache = DynamicCache(config=backbone.config)
+        opened = torch.ones(len(prompts), 0, dtype=torch.bool, device=backbone.device)
     ids, rest = left_pad([prompt[opened.shape[1] :] for prompt in prompts], backbone.device)
-    mask = torch.cat([opened, rest], 1)
-    hidden = step(backbone, ids, mask, cache)
+    mask = torch.cat([opened, rest], 1)  # (U, O + P - O)
+    hidden = step(backbone, ids, mask, cache, route != "unpadded")
     return Prefilled(cache, mask, hidden[:, -1])
 
 
@@ -139,25 +185,36 @@ def completion_states(
     completions: Sequence[Ids],
     read_last: bool = False,
 ) -> States:
-    """(B prompts, B non-empty completions) -> `States`, every distinct prompt computed once."""
-    if not can_share(backbone):
+    """(B prompts, B non-empty completions) -> `States`, by the model's route."""
+    if route_of(backbone) != "shared":
         return full_states(backbone, prompts, completions, read_last)
-    distinct = {tuple(prompt): i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    distinct = dict.fromkeys(map(tuple, prompts))
     saved = sum(map(len, prompts)) - sum(map(len, distinct))
     saved -= (len(prompts) - len(distinct)) * len(opening_of(list(distinct)))
-    if saved * backbone.num_parameters() < SHARING_PAYS:
-        return joined_states(backbone, prompts, completions, read_last)
+    pays = saved * backbone.num_parameters() >= SHARING_PAYS
+    states_of = shared_states if pays else joined_states
+    return states_of(backbone, prompts, completions, read_last)
+
+
+def shared_states(
+    backbone: nn.Module,
+    prompts: Sequence[Ids],
+    completions: Sequence[Ids],
+    read_last: bool = False,
+) -> States:
+    """`completion_states` with every distinct prompt computed once."""
+    distinct = {tuple(prompt): i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     read = prefill(backbone, list(distinct))
     if len(distinct) < len(prompts):
         rows = [distinct[tuple(prompt)] for prompt in prompts]
         read = read.select(torch.tensor(rows, device=backbone.device))
     ids, lengths = right_pad(completions, backbone.device)
     fed = ids if read_last else ids[:, :-1]
-    hidden = read.last[:, None]
+    hidden = read.last[:, None]  # (B, 1, D)
     if fed.shape[1]:
         seen = torch.arange(fed.shape[1], device=ids.device) < lengths[:, None]
         after = step(backbone, fed, torch.cat([read.mask, seen], 1), read.cache)
-        hidden = torch.cat([hidden, after], 1)
+        hidden = torch.cat([hidden, after], 1)  # (B, T, D), or T + 1 with the last
     return States(hidden, ids, lengths)
 
 
@@ -175,8 +232,8 @@ def joined_states(
     rows, row_lengths = right_pad(
         [[*rest, *part] for rest, part in zip(rests, fed, strict=True)], device
     )
-    seen = torch.arange(rows.shape[1], device=device) < row_lengths[:, None]
-    hidden = step(backbone, rows, torch.cat([opened, seen], 1), cache)
+    seen = torch.arange(rows.shape[1], device=device) < row_lengths[:, None]  # (B, S)
+    hidden = step(backbone, rows, torch.cat([opened, seen], 1), cache)  # (B, S, D)
     return _cut_out(hidden, [len(rest) - 1 for rest in rests], completions, read_last)
 
 
@@ -205,13 +262,17 @@ def _cut_out(
     ids, lengths = right_pad(completions, device)
     columns = torch.arange(ids.shape[1] + read_last, device=device)
     columns = torch.tensor(starts, device=device)[:, None] + columns
-    columns = columns.clamp(max=hidden.shape[1] - 1)[..., None]
+    columns = columns.clamp(max=hidden.shape[1] - 1)[..., None]  # (B, T, 1), or T + 1
     return States(hidden.gather(1, columns.expand(-1, -1, hidden.shape[-1])), ids, lengths)
 
 
 def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """(..., D) -> (..., V): the language model's head on chosen states, as its own forward does."""
-    config, logits = model.config, model.get_output_embeddings()(hidden)
+    return finished(model.config, model.get_output_embeddings()(hidden))
+
+
+def finished(config, logits: Tensor) -> Tensor:
+    """(..., V) -> (..., V): what a model does to the product of states and head, by its config."""
     if scaling := getattr(config, "logits_scaling", None):
         logits = logits / scaling
     if scale := getattr(config, "logit_scale", None):
@@ -226,6 +287,9 @@ def check_head(model: PreTrainedModel) -> None:
     """Raise ValueError unless backbone and `head_logits` give what the model's own forward does."""
     ids = torch.tensor([[0, 1]], device=model.device)
     whole = model(input_ids=ids, use_cache=False).logits
-    parts = head_logits(model, model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    output = model.base_model(input_ids=ids, use_cache=False)
+    if getattr(output, "last_hidden_state", None) is None:
+        raise ValueError(f"{type(model).__name__} has no backbone that gives its last states")
+    parts = head_logits(model, output.last_hidden_state)
     if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-4):
         raise ValueError(f"{type(model).__name__} does more after its backbone than its head")

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from stages.base.errors import InputError
 from stages.base.files import replacing
 from stages.base.metrics import read_json, write_json
-from stages.models.checkpoints import save_model
+from stages.models.checkpoints import open_as_others, save_model
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -90,6 +90,7 @@ def save_policy(
         write_json(trainer / "state.json", counters)
         for written in states:
             written.result()
+        open_as_others(trainer)
 
 
 def save_optimizer(path: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

@@ -112,7 +112,8 @@ def chains(rounds: Mapping[str, str]) -> list[list[int]]:
     """
     found: list[list[int]] = []
     for number, folder in ((int(key), folder) for key, folder in rounds.items()):
-        start = 0 if folder == "models/sft" else int(folder.rpartition("/")[2])
+        number_of = re.fullmatch(r"models/policy/(\d+)", folder)
+        start = int(number_of[1]) if number_of else 0  # a branch starts from what SFT made
         running = next((chain for chain in found if chain[-1] == start), None)
         if running is None:
             found.append([start, number])

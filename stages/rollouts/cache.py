@@ -5,7 +5,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 
-class Room:
+class GrowingBuffer:
     """A tensor (N, H, L, D) at the front of a longer one, so that more can be written behind it."""
 
     def __init__(self):
@@ -14,7 +14,7 @@ class Room:
     def grown(self, held: Tensor, more: Tensor) -> Tensor:
         """(N, H, L, D), (N, H, S, D) -> (N, H, L+S, D), a view.
 
-        `held` is copied if it is not what the last call returned, or where there is no room.
+        `held` is copied if it is not what the last call returned, or where no space is left.
         """
         before, after = held.shape[-2], held.shape[-2] + more.shape[-2]
         whole = self.whole
@@ -26,8 +26,8 @@ class Room:
         return whole[..., :after, :]
 
 
-class RoomyLayer(DynamicLayer):
-    """A layer of the cache whose keys and values have room behind them.
+class GrowingLayer(DynamicLayer):
+    """A layer of the cache whose keys and values have free space behind them.
 
     `DynamicLayer` copies all that it holds for each token: a quarter of a small model's rollout.
     """
@@ -36,16 +36,16 @@ class RoomyLayer(DynamicLayer):
         super().__init__()
         self.lazy_initialization(layer.keys, layer.values)
         self.keys, self.values = layer.keys, layer.values
-        self.room = (Room(), Room())
+        self.buffers = (GrowingBuffer(), GrowingBuffer())
 
     def update(self, key_states: Tensor, value_states: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
-        self.keys = self.room[0].grown(self.keys, key_states)
-        self.values = self.room[1].grown(self.values, value_states)
+        self.keys = self.buffers[0].grown(self.keys, key_states)
+        self.values = self.buffers[1].grown(self.values, value_states)
         return self.keys, self.values
 
 
-def make_room(cache: DynamicCache) -> None:
-    """Give every plain layer of a filled cache room to grow; layers of other kinds stay."""
+def preallocate(cache: DynamicCache) -> None:
+    """Give every plain layer of a filled cache space to grow; layers of other kinds stay."""
     for place, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and layer.get_seq_length():
-            cache.layers[place] = RoomyLayer(layer)
+            cache.layers[place] = GrowingLayer(layer)

@@ -1,12 +1,12 @@
 """Sampling completions: many prompts side by side, each prompt read once for its G samples.
 
-Letters: U prompts, G samples of each, N = U * G completions, T the cap on their length, V
+Letters: U prompts, G samples of each, N completions under way, T the cap on their length, V
 vocabulary. Log-probs are in nats, of the whole vocabulary at the sampling temperature, from the
 very logits that were sampled from.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,14 +18,18 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from stages.base.chunks import chunks
 from stages.base.randomness import generator
-from stages.models.forward import Ids, head_logits, prefill, step
+from stages.models.forward import Ids, head_logits, route_of
 from stages.models.log_probs import token_log_probs
-from stages.rollouts.cache import make_room
+from stages.models.scorers import reference_log_probs
+from stages.rollouts.decoding import CachedRows, WholeRows, side_by_side, start_rows
 
 # Rows that have ended are dropped from the batch once they are this share of it: dropping copies
 # the cache.
 DROP_SHARE = 1 / 8
+# Numbers of logits that are held at once where log-probs come from passes over whole rows.
+LOGITS = 2**27
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,6 @@ def uniforms(seed: int, stage: str, round_number: int, position: int, shape: tup
     return torch.rand(shape, generator=generator(seed, stage, round_number, "sample", position))
 
 
-@torch.inference_mode()
 def sample(
     policy: PreTrainedModel, prompts: Sequence[Ids], draws: Tensor | None, sampling: Sampling
 ) -> list[Completion]:
@@ -73,32 +76,62 @@ def sample(
     `draws` are uniform in [0, 1) and pick each token by its cumulative probability; None decodes
     one greedy completion a prompt, whose log-probs are those at temperature 1. The policy must be
     in evaluation mode.
+
+    A recurrent state that is carried on token by token is another computation than a pass over the
+    row, and not always as exact: by the unpadded route the log-probs come from such a pass.
     """
+    completions = draw(policy, prompts, draws, sampling)
+    if route_of(policy.base_model) != "unpadded":
+        return completions
+    group = len(completions) // len(prompts)
+    rows = [
+        {"prompt_ids": prompts[place // group], "completion_ids": completion.ids}
+        for place, completion in enumerate(completions)
+    ]
+    temperature = 1.0 if draws is None else sampling.temperature
+    vocabulary = policy.get_output_embeddings().weight.shape[0]
+    at_once = max(1, LOGITS // (sampling.max_new_tokens * vocabulary))
+    restated = []
+    for part in chunks(rows, at_once):
+        restated += reference_log_probs(policy, part, temperature)
+    return [replace(c, log_probs=row) for c, row in zip(completions, restated, strict=True)]
+
+
+@torch.inference_mode()
+def draw(
+    policy: PreTrainedModel, prompts: Sequence[Ids], draws: Tensor | None, sampling: Sampling
+) -> list[Completion]:
+    """`sample` with the log-probs of the very states that were sampled from, on every route."""
     if policy.training:
         raise ValueError("the policy is in training mode: dropout would change its log-probs")
     group = 1 if draws is None else draws.shape[1]
-    count, cap = len(prompts) * group, sampling.max_new_tokens
-    device, backbone = policy.device, policy.base_model
-    flat = None if draws is None else draws.reshape(count, -1).to(device)
+    completions: list[Completion | None] = [None] * (len(prompts) * group)
+    for numbers in side_by_side(policy.base_model, prompts):
+        rows = start_rows(policy.base_model, [prompts[number] for number in numbers], group)
+        uniform = None if draws is None else draws[numbers].flatten(0, 1).to(policy.device)
+        places = [number * group + i for number in numbers for i in range(group)]
+        for place, completion in zip(places, _decode(policy, rows, uniform, sampling), strict=True):
+            completions[place] = completion
+    return completions
+
+
+def _decode(
+    policy: PreTrainedModel, rows: CachedRows | WholeRows, draws: Tensor | None, sampling: Sampling
+) -> list[Completion]:
+    """(N rows, draws (N, T) or None) -> N completions; a row that has ended leaves the batch."""
+    count, cap, device = len(rows.hidden), sampling.max_new_tokens, policy.device
     stops = torch.tensor(sampling.stop_ids, device=device)
     ids = torch.zeros(count, cap, dtype=torch.long, device=device)
     log_probs = torch.zeros(count, cap, device=device)
     lengths = torch.full((count,), cap, device=device)
     finished = torch.zeros(count, dtype=torch.bool, device=device)
-
-    read = prefill(backbone, prompts)
-    if group > 1:
-        rows = torch.arange(count, device=device) // group
-        read = read.select(rows)
-    hidden, mask, cache = read.last, read.mask, read.cache
-    make_room(cache)
     alive = torch.arange(count, device=device)
     narrowing = sampling.narrowing()
     temperature = 1.0 if draws is None else sampling.temperature
     for t in range(cap):
-        logits = head_logits(policy, hidden).float()
-        uniform = None if flat is None else flat[alive, t]
-        chosen = _choose(logits / temperature, uniform, narrowing)
+        logits = head_logits(policy, rows.hidden).float()  # (N, V)
+        uniform = None if draws is None else draws[alive, t]
+        chosen = _choose(logits / temperature, uniform, narrowing)  # (N,)
         ids[alive, t] = chosen
         log_probs[alive, t] = token_log_probs(logits, chosen, temperature)
         ends = torch.isin(chosen, stops) & ~finished[alive]
@@ -110,10 +143,9 @@ def sample(
             break
         if len(alive) - running >= DROP_SHARE * len(alive):
             kept = going.nonzero()[:, 0]
-            cache.batch_select_indices(kept)
-            alive, mask, chosen = alive[kept], mask[kept], chosen[kept]
-        mask = torch.cat([mask, mask.new_ones(len(alive), 1)], 1)
-        hidden = step(backbone, chosen[:, None], mask, cache)[:, -1]
+            rows.keep(kept)
+            alive, chosen = alive[kept], chosen[kept]
+        rows.read(chosen)
     return [
         Completion(row[:length], logs[:length], done)
         for row, logs, length, done in zip(

@@ -22,7 +22,7 @@ from stages.rows.readers import read_rows
 
 # Text stays text: no dates are made of it. What is nested in a cell of JSON stays as it is written.
 JSON = "maximum_depth=2, map_inference_threshold=-1, dateformat='no', timestampformat='no'"
-NUMBERS = "auto_type_candidates=['BIGINT', 'DOUBLE', 'VARCHAR']"
+NUMBERS = "auto_type_candidates=['BIGINT', 'DOUBLE', 'VARCHAR'], max_line_size=67108864"
 READERS = {
     ".parquet": "read_parquet($files, union_by_name=true{more})",
     ".jsonl": f"read_json($files, format='newline_delimited', {JSON}{{sample}}{{more}})",
@@ -32,7 +32,7 @@ READERS = {
 LARGE = 1 << 28  # bytes; of a larger file the first rows alone tell the types of its columns
 FRACTIONS = ("FLOAT", "DOUBLE")
 WORD = re.compile(
-    r"'(?:[^']|'')*'|\"[^\"]*\"|(==|=|!=|<>|[<>]=?)\s*null\b|~|\b[a-z_]\w*\b(?!\s*\()",
+    r"'(?:[^']|'')*'|\"[^\"]*\"|(==|=|!=|<>|[<>]=?)\s*null\b|~|\b[a-z_]\w*\b",
     re.IGNORECASE,
 )
 
@@ -108,12 +108,10 @@ class Rows:
 
         `items` is the mean length of a list.
         """
-        entries = [_summarized(name, kind) for name, kind in self._kinds().items()]
-        row = self._fetched(self.relation.aggregate(", ".join(entries)))[0]
-        return [
-            {"column": name, "type": kind} | found
-            for (name, kind), found in zip(self._kinds().items(), row.values(), strict=True)
-        ]
+        kinds = self._kinds()
+        figures = ", ".join(_figures(name, kind) for name, kind in kinds.items())
+        found = self._fetched(self.relation.aggregate(figures))[0]
+        return [{"column": name, "type": kinds[name]} | found[name] for name in kinds]
 
     def provenance(self) -> dict[str, dict]:
         """File name -> what made it, as `write_table` noted; rows too. Of Parquet files alone."""
@@ -199,16 +197,15 @@ def spelled(condition: str, names: list[str]) -> str:
     return WORD.sub(word, condition)
 
 
-def _summarized(name: str, kind: str) -> str:
+def _figures(name: str, kind: str) -> str:
     """SQL of a struct with the figures of one column."""
     column, item = quoted(name), kind.removesuffix("[]")
-    figures = {"nulls": f"count(*) - count({column})", "mean": "null", "lowest": "null"}
-    figures |= {"highest": "null", "items": "null"}
-    if item == "BOOLEAN" or re.fullmatch(r"U?\w*INT(EGER)?|FLOAT|DOUBLE|DECIMAL.*", item):
-        if item != kind:
-            figures |= {"lowest": f"min(list_min({column}))", "highest": f"max(list_max({column}))"}
-            figures["items"] = f"avg(len({column}))"
-        else:
-            figures |= {"lowest": f"min({column})", "highest": f"max({column})"}
-            figures["mean"] = f"avg({column}::double)"
+    figures = dict.fromkeys(("nulls", "mean", "lowest", "highest", "items"), "null")
+    figures["nulls"] = "count(*) - count({})"
+    if re.fullmatch(r"U?\w*INT(EGER)?|FLOAT|DOUBLE|BOOLEAN|DECIMAL.*", item):
+        low, high = ("{}", "{}") if item == kind else ("list_min({})", "list_max({})")
+        figures["lowest"], figures["highest"] = f"min({low})", f"max({high})"
+        mean = ("mean", "avg({}::double)") if item == kind else ("items", "avg(len({}))")
+        figures |= [mean]
+    figures = {key: sql.format(column) for key, sql in figures.items()}
     return "{" + ", ".join(f"{key}: {sql}" for key, sql in figures.items()) + f"}} as {column}"

@@ -37,9 +37,9 @@ def cell(value: object, full: bool = False) -> str:
         return f"{value:.4g}"
     if isinstance(value, list) and value and all(isinstance(x, int | float) for x in value):
         return _numbers(value, full)
-    if not isinstance(value, str):
+    if isinstance(value, list | dict | int):
         value = json.dumps(value, ensure_ascii=False, default=str)
-    text = spelled_out(value) or "''"
+    text = spelled_out(str(value)) or "''"
     if full or len(text) <= LONGEST:
         return text
     return f"{text[:LONGEST]}... ({len(text) - LONGEST} more characters)"
@@ -58,16 +58,7 @@ def _numbers(values: list, full: bool) -> str:
 def shown(rows: Sequence[dict], full: bool) -> list[dict[str, str]]:
     """Rows of values -> the same as short text; a column that a row lacks is empty there."""
     names = dict.fromkeys(name for row in rows for name in row)
-    return [
-        {spelled_out(name): cell(row[name], full) if name in row else "" for name in names}
-        for row in rows
-    ]
-
-
-def summary_row(entry: dict) -> dict[str, str]:
-    """One column of a table as text; what is not known of it stays empty."""
-    row = {name: "" if value is None else cell(value) for name, value in entry.items()}
-    return {"column": spelled_out(entry["column"])} | row
+    return [{spelled_out(n): cell(row[n], full) if n in row else "" for n in names} for row in rows]
 
 
 def print_rows(out: Console, rows: Sequence[dict[str, str]]) -> None:
@@ -106,14 +97,13 @@ def print_record(out: Console, record: dict[str, str]) -> None:
     """One row: short values in a paragraph, then each long one on a line of its own."""
     long = [name for name, text in record.items() if len(text) > SHORT]
     parts = [f"{name} {text}" for name, text in record.items() if name not in long]
-    line = ""
+    lines: list[str] = []
     for part in parts:
-        if line and cell_len(line) + 3 + cell_len(part) > out.width:
-            out.print(Text(line))
-            line = part
+        if lines and cell_len(lines[-1]) + 3 + cell_len(part) <= out.width:
+            lines[-1] += f"   {part}"
         else:
-            line = f"{line}   {part}" if line else part
-    if line:
+            lines.append(part)
+    for line in lines:
         out.print(Text(line))
     for name in long:
         _wrapped(out, Text.assemble((f"  {name}  ", "bold"), record[name]))

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from stages.base import command
 from stages.base.command import Stage, progress, say
-from stages.base.errors import InputError
+from stages.base.errors import InputError, MissingFile
 from stages.training.steps import NonFinite
 from tests.helpers.tiny import ROOT, plain
 
@@ -48,6 +48,16 @@ def test_bad_input_ends_in_one_line_and_exit_code_1(outcome):
         "Error: stage rollout: data/x.parquet: column 'ids' is missing, expected list\n"
         "Next: mend that, then `dvc repro`: stages that ended well are not run again\n"
     )
+
+
+def test_n07_a_file_that_was_not_fetched_names_the_command_that_fetches_it(outcome):
+    result = outcome(MissingFile("data/figures/evaluate/sft.json", "a stage's figures as JSON"))
+    assert result.exit_code == 1
+    head, advice = result.output.splitlines()
+    assert head.endswith(
+        "data/figures/evaluate/sft.json: missing; expected a stage's figures as JSON"
+    )
+    assert advice.startswith("Next: `dvc repro --pull` fetches")
 
 
 def test_a_loss_that_is_not_finite_has_advice_of_its_own(outcome):

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 
@@ -10,7 +10,6 @@ from stages.page.page import chains, definitions, in_order, page, spread, visibl
 from tests.helpers.runs import run_of
 from tests.helpers.tiny import ROOT
 
-VOID = {"meta", "link", "br", "input"}
 CHAIN = {"1": "models/sft", "2": "models/policy/1", "3": "models/policy/2"}
 BRANCHES = CHAIN | {"4": "models/policy/1", "5": "models/policy/4", "6": "models/sft"}
 LONG = {"1": "models/sft"} | {str(k): f"models/policy/{k - 1}" for k in range(2, 41)}
@@ -31,38 +30,13 @@ HOSTILE = [
 ]
 
 
-class Document(HTMLParser):
-    """Elements, attributes and text of a page; every end tag must close what was opened last."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.open, self.tags, self.attributes, self.text = [], [], [], []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        names = [name for name, _ in attributes]
-        assert len(names) == len(set(names)), (tag, names)
-        self.tags.append(tag)
-        self.attributes += [(tag, name, value) for name, value in attributes]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.handle_starttag(tag, attributes)
-        if tag not in VOID:
-            self.handle_endtag(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag, self.getpos()
-
-    def handle_data(self, data):
-        self.text.append(data)
+def parsed(text: str) -> list[ElementTree.Element]:
+    """The elements of a page; what is not closed in order is an error."""
+    return list(ElementTree.fromstring(text.strip().removeprefix("<!DOCTYPE html>")).iter())
 
 
-def values(document: Document, *names: str) -> set[str]:
-    return {value for _, name, value in document.attributes if name in names}
+def values(elements: list[ElementTree.Element], *names: str) -> set[str]:
+    return {element.get(name) for element in elements for name in names} - {None}
 
 
 @pytest.mark.parametrize(
@@ -78,8 +52,8 @@ def values(document: Document, *names: str) -> set[str]:
 )
 def test_a_page_is_well_formed_and_needs_no_network(rounds, known, group):
     text = page(run_of(rounds, known=known, group=group))
-    document = Document(text)
-    assert not {"script", "iframe", "img", "object", "embed"} & set(document.tags)
+    document = parsed(text)
+    assert not {"script", "iframe", "img", "object", "embed"} & {e.tag for e in document}
     assert {v for v in values(document, "href", "src") if not v.startswith("#")} == {"data:,"}
     assert "url(" not in text and "@import" not in text
     assert "://" not in text
@@ -90,13 +64,11 @@ def test_a_page_is_well_formed_and_needs_no_network(rounds, known, group):
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_what_a_model_says_is_text_and_nothing_else(text):
-    document, plain = Document(page(run_of(CHAIN, text))), Document(page(run_of(CHAIN)))
-    assert document.tags == plain.tags
-    names = [(tag, name) for tag, name, _ in document.attributes]
-    assert names == [(tag, name) for tag, name, _ in plain.attributes]
-    shown = visible(text)
-    assert document.text.count(shown) >= 3 or not shown.strip()
     whole = page(run_of(CHAIN, text))
+    document, plain = parsed(whole), parsed(page(run_of(CHAIN)))
+    assert [(e.tag, list(e.keys())) for e in document] == [(e.tag, list(e.keys())) for e in plain]
+    shown = visible(text)
+    assert [e.text for e in document].count(shown) >= 3 or not shown.strip()
     assert not [c for c in whole if ord(c) < 32 and c != "\n" and c != "\t"]
     assert len(whole) < len(page(run_of(CHAIN))) + 200_000
 
@@ -124,7 +96,7 @@ def test_rounds_are_chains_from_where_they_branch_off():
 
 
 def test_the_headline_goes_from_the_sft_policy_to_the_last_round():
-    text = " ".join("".join(Document(page(run_of(CHAIN))).text).split())
+    text = " ".join("".join(parsed(page(run_of(CHAIN)))[0].itertext()).split())
     # accuracy_sampled is 0.16 + 0.1 a round in the made-up run, and rewards begin with round 1.
     assert "Accuracy, sampled 0.16 → 0.46 SFT → round 3, +0.3" in text
     assert "Reward 0.16 → 0.36 round 1 → 3, +0.2" in text

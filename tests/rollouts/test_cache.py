@@ -1,11 +1,11 @@
-"""A cache with room holds what transformers' own does, and is copied only where it must be."""
+"""A cache that grows in place holds what transformers' does, and is copied only where it must."""
 
 import pytest
 import torch
 from transformers import DynamicCache
 
 from stages.models.forward import prefill, step
-from stages.rollouts.cache import Room, RoomyLayer, make_room
+from stages.rollouts.cache import GrowingBuffer, GrowingLayer, preallocate
 from tests.helpers.models import POLICIES, gpt2, sliding_mistral
 
 PROMPTS = [[5, 6, 7, 8], [5, 6, 7], [5, 6, 7, 8, 9, 10]]
@@ -16,12 +16,12 @@ PROMPTS = [[5, 6, 7, 8], [5, 6, 7], [5, 6, 7, 8, 9, 10]]
 def test_the_same_states_bit_for_bit_also_once_rows_have_left(make):
     model = make()
     found = []
-    for roomy in (False, True):
+    for grows in (False, True):
         read = prefill(model.base_model, PROMPTS)
         cache, mask, states = read.cache, read.mask, []
-        if roomy:
-            make_room(cache)
-            assert all(type(layer) is RoomyLayer for layer in cache.layers)
+        if grows:
+            preallocate(cache)
+            assert all(type(layer) is GrowingLayer for layer in cache.layers)
         for t in range(9):
             if t == 4:
                 kept = torch.tensor([0, 2])
@@ -32,20 +32,20 @@ def test_the_same_states_bit_for_bit_also_once_rows_have_left(make):
             states.append(step(model.base_model, ids, mask, cache))
         assert cache.get_seq_length() == mask.shape[1]
         found.append(states)
-    assert all(torch.equal(plain, roomy) for plain, roomy in zip(*found, strict=True))
+    assert all(torch.equal(plain, grows) for plain, grows in zip(*found, strict=True))
 
 
-def test_what_is_held_is_copied_only_where_there_is_no_room():
-    room, held = Room(), torch.arange(24.0).reshape(1, 1, 12, 2)
+def test_what_is_held_is_copied_only_where_no_space_is_left():
+    buffer, held = GrowingBuffer(), torch.arange(24.0).reshape(1, 1, 12, 2)
     places, whole = set(), held
     for t in range(6):
         more = torch.full((1, 1, 1, 2), float(t))
-        held, whole = room.grown(held, more), torch.cat([whole, more], -2)
+        held, whole = buffer.grown(held, more), torch.cat([whole, more], -2)
         assert torch.equal(held, whole)
         places.add(held.data_ptr())
-    assert len(places) == 2  # 12 rows and one more leave room for three; then once again
+    assert len(places) == 2  # 12 rows and one more leave space for three; then once again
     other = torch.zeros(1, 1, 3, 2)
-    assert torch.equal(room.grown(other, other), torch.zeros(1, 1, 6, 2))
+    assert torch.equal(buffer.grown(other, other), torch.zeros(1, 1, 6, 2))
     assert torch.equal(held, whole)
 
 
@@ -54,8 +54,8 @@ def test_layers_of_other_kinds_and_empty_ones_stay_as_they_are():
     cache = DynamicCache(config=model.config)
     kinds = [type(layer) for layer in cache.layers]
     model(torch.tensor([[1, 2, 3]]), cache=cache, use_cache=True)
-    make_room(cache)
+    preallocate(cache)
     assert [type(layer) for layer in cache.layers] == kinds
     empty = DynamicCache(config=gpt2().config)
-    make_room(empty)
-    assert not any(isinstance(layer, RoomyLayer) for layer in empty.layers)
+    preallocate(empty)
+    assert not any(isinstance(layer, GrowingLayer) for layer in empty.layers)
