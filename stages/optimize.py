@@ -19,19 +19,23 @@ import torch
 
 from stages.base import params
 from stages.base.command import Stage, paths, progress, say
+from stages.base.contents import check_contents, check_provenance, check_vocabulary
 from stages.base.errors import InputError
 from stages.base.metrics import Means, write_json
-from stages.base.tables import BUFFERS, UPDATES, Rows, random_access, read_provenance, write_table
+from stages.base.tables import BUFFERS, UPDATES, Rows, random_access, write_table
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.optimize import Knobs
 from stages.models.checkpoints import load_policy, load_scorer, new_scorer
 from stages.models.compute import accelerator as make_accelerator
+from stages.models.compute import vocabulary_of
 from stages.models.trainer_state import TrainerState, load_optimizer, load_trainer, save_policy
 from stages.rl.advantages import has_spread, rows_of_groups
 from stages.rl.epochs import Learner, Round, StepRecord
+from stages.rl.kl import FITTING
 from stages.rl.objectives import OBJECTIVES, Clip
 from stages.rl.stats import CompletionStats, explained_variance, token_mean
 from stages.rl.targets import Settings, Targets, make_targets
+from stages.training.saving import Saver, parts_of, restore, tensors_of, work_of
 from stages.training.steps import adamw, check_weights
 from stages.training.tracking import tracking
 
@@ -52,13 +56,18 @@ def optimize(
     """Optimize the policy over one buffer."""
     knobs = params.load(Knobs)
     settings = make_settings(knobs, round_number)
+    largest = check_contents(buffer, BUFFERS)
+    cursor = check_provenance(buffer, "prompt_cursor")["prompt_cursor"]
     with random_access(buffer, BUFFERS) as rows:
         targets = checked_targets(buffer, rows, settings, knobs)
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         learner, state = load_learner(start, reward_model, knobs, accelerator.device)
+        check_vocabulary(buffer, largest, vocabulary_of(learner.policy), start)
         learning = Round(accelerator, learner, rows, targets, settings)
-        with tracking(f"optimize-{round_number}", knobs.model_dump(), curve) as log:
-            steps = take_steps(learning, state.step, knobs, log)
+        name, inputs = f"optimize-{round_number}", [buffer, start, reward_model]
+        saver = Saver(work_of(name, inputs, knobs, accelerator.device))
+        with saver.watching(), tracking(name, knobs.model_dump(), curve) as log:
+            steps = take_steps(learning, state.step, knobs, log, saver)
         for name, (_, model) in pairs(learner).items():
             check_weights(model, name)
         found = round_figures(targets, learning.stats, steps, settings)
@@ -68,12 +77,13 @@ def optimize(
         write_table(updates, UPDATES, changes, provenance)
     state = TrainerState(
         step=state.step + len(steps),
-        prompt_cursor=read_provenance(buffer)["prompt_cursor"],
+        prompt_cursor=cursor,
         rounds=[*state.rounds, round_number],
     )
     tokenizer = load_tokenizer(start, knobs.model.trust_remote_code)
     save_policy(out, learner.policy, tokenizer, state, pairs(learner), learner.critic)
     write_json(figures, found)
+    saver.done()
     say(found, round=round_number, objective=knobs.loss)
 
 
@@ -89,20 +99,43 @@ def checked_targets(buffer: Path, rows: Rows, settings: Settings, knobs: Knobs) 
     return targets
 
 
-def take_steps(learning: Round, done: int, knobs: Knobs, log: Callable[[dict], None]) -> list[dict]:
+def take_steps(
+    learning: Round, done: int, knobs: Knobs, log: Callable[[dict], None], saver: Saver
+) -> list[dict]:
     """All optimizer steps of the round; returns one row of the curve each, logged as it comes."""
-    settings, targets, rows = learning.settings, learning.targets, []
+    settings, targets = learning.settings, learning.targets
     each_epoch = math.ceil(len(learning.rows) / (settings.train_batch_size * settings.batch_acc))
     total = settings.ppo_epochs * each_epoch
     warn_of_stale_steps(knobs, settings, total)
     tokens = int(targets.lengths.sum()) // each_epoch
     reward = targets.rewards[targets.used].mean().item()
-    bar = progress(learning.steps(done), f"optimize {settings.round_number}", total)
-    for number, record in enumerate(bar, start=done + 1):
+    rows = go_on(learning, saver)
+    for row in rows:
+        log(row)
+    steps = learning.steps(done, len(rows))
+    bar = progress(steps, f"optimize {settings.round_number}", total, done=len(rows))
+    for number, record in enumerate(bar, start=done + len(rows) + 1):
         rows.append(curve_row(number, settings.round_number, record))
         log(rows[-1])
         bar.tell(tokens, reward=reward, loss=record.policy.loss, kl=record.kl)
+        saver.after_step(len(rows), lambda: state_of(learning), {"rows": rows})
     return rows
+
+
+def go_on(learning: Round, saver: Saver) -> list[dict]:
+    """Put back what a cut-off run of this very round left; its rows of the curve, none without."""
+    found = saver.found()
+    if found is None:
+        return []
+    restore(pairs(learning.learner), found.tensors)
+    learning.stats.restore(parts_of(found.tensors, "stats"))
+    return found.values["rows"]
+
+
+def state_of(learning: Round) -> dict:
+    """Tensors of a round under way: models, moments, and what was seen of the completions."""
+    stats = {f"stats/{name}": tensor for name, tensor in learning.stats.tensors().items()}
+    return tensors_of(pairs(learning.learner)) | stats
 
 
 def warn_of_stale_steps(knobs: Knobs, settings: Settings, steps: int) -> None:
@@ -115,16 +148,21 @@ def warn_of_stale_steps(knobs: Knobs, settings: Settings, steps: int) -> None:
 
 
 def make_settings(knobs: Knobs, round_number: int) -> Settings:
-    """Knobs -> plain values; `default` becomes what the objective says."""
+    """Knobs -> plain values; `default` becomes what the objective or the KL's place says."""
     objective = OBJECTIVES[knobs.loss]
-    aggregation, placement = knobs.loss_aggregation, knobs.kl_placement
+
+    def chosen(value: str, default: str) -> str:
+        return default if value == "default" else value
+
+    placement = chosen(knobs.kl_placement, objective.kl_placement)
     same = set(Settings.__dataclass_fields__) & set(Knobs.model_fields)
     values = {name: getattr(knobs, name) for name in same} | {
-        "kl_placement": objective.kl_placement if placement == "default" else placement,
+        "kl_placement": placement,
+        "kl_estimator": chosen(knobs.kl_estimator, FITTING[placement][0]),
     }
     return Settings(
         objective=objective,
-        aggregation=objective.aggregation if aggregation == "default" else aggregation,
+        aggregation=chosen(knobs.loss_aggregation, objective.aggregation),
         clip=Clip(knobs.clip_eps_lo, knobs.clip_eps_hi, knobs.tau_pos, knobs.tau_neg),
         round_number=round_number,
         **values,
@@ -202,7 +240,7 @@ def round_figures(
     """The round's figures; each is defined in docs/metrics.md."""
     used, lengths, means = targets.used, targets.lengths, Means()
     groups = rows_of_groups(targets.groups, used)
-    flat = [not has_spread(targets.rewards[rows]) for rows in groups]
+    flat = [not has_spread(targets.rewards[rows]) for rows in groups if len(rows)]
     advantages = torch.cat(scorable(targets.advantages, used))
     for step in steps:
         means.add(**{name: step[name] for name in ("loss", "grad_norm", "value_loss")})

@@ -29,6 +29,7 @@ from stages.models.heads import check_scorer
 from stages.rollouts.guard import find_route
 from stages.sources.published import drop_balancing, load_foreign
 from stages.text.chat import stop_token_ids
+from stages.text.templates import record_template
 
 
 @click.command(cls=Stage)
@@ -37,6 +38,7 @@ def prepare_model(source: Path, out: Path) -> None:
     """Make or fetch the base model."""
     knobs = params.load(Knobs)
     model, tokenizer = make_tiny(knobs) if knobs.model.source == "tiny" else fetch(knobs, source)
+    record_template(tokenizer, knobs.model.date, knobs.model.template_options)
     set_padding(tokenizer)
     stops = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     model.generation_config.eos_token_id = stops

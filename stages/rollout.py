@@ -25,7 +25,7 @@ from stages.knobs.rollout import Knobs
 from stages.models.checkpoints import load_policy
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.trainer_state import load_trainer
-from stages.rollouts.engine import Engine, Prompt, stop_ids
+from stages.rollouts.engine import Counts, Engine, Prompt, stop_ids
 from stages.rollouts.prompts import context_limit, load_prompts, reward_columns
 from stages.rollouts.rewards import Rules, find_verifier
 from stages.rollouts.sampling import Sampling
@@ -65,10 +65,7 @@ def rollout(
     counts = engine.counts
     if not counts.kept:
         out.unlink()
-        raise InputError(
-            f"round {round_number}: all {counts.tried} groups were dropped by dynamic_sampling:"
-            " their completions are all right or all wrong; raise dynamic_sampling or num_rollouts"
-        )
+        raise InputError(f"round {round_number}: {nothing_kept(counts)}")
     if counts.kept < knobs.prompts_per_step:
         click.echo(
             f"short buffer: {counts.kept} of {knobs.prompts_per_step} groups"
@@ -82,6 +79,19 @@ def rollout(
     }
     write_json(figures, found)
     say(found, round=round_number)
+
+
+def nothing_kept(counts: Counts) -> str:
+    """Why dynamic sampling left no group, and what helps."""
+    told = f"all {counts.tried} groups were dropped by dynamic_sampling: "
+    alike = "completions are all right or all wrong; raise dynamic_sampling or num_rollouts"
+    unscored = "no answer that the verifier can check; expected prompts with answers"
+    if not counts.unscored:
+        return f"{told}their {alike}"
+    if counts.unscored == counts.tried:
+        return f"{told}their prompts have {unscored}"
+    rest = counts.tried - counts.unscored
+    return f"{told}{counts.unscored} have {unscored}; of the other {rest} the {alike}"
 
 
 def make_rules(knobs) -> Rules:
@@ -125,15 +135,19 @@ class Tally:
         for row in bar:
             length, score = len(row["completion_ids"]), row["reward_correctness"]
             self.count, self.tokens = self.count + 1, self.tokens + length
-            self.means.add(accuracy=score == 1.0, length=length, finished=row["finished"])
+            right = None if score is None else score == 1.0
+            self.means.add(accuracy=right, length=length, finished=row["finished"])
             self.rules.add(**{name: row[name] for name in RULES})
             bar.tell(length, **self.rules.known())
             yield row
 
     def figures(self) -> dict:
-        """Totals, accuracy (share scored exactly 1), mean tokens, finished share, rule means."""
-        totals = {"completions": self.count, "tokens": self.tokens}
-        return totals | self.means.known() | self.rules.known()
+        """Totals, accuracy (share of what can be scored that scores exactly 1; None where nothing
+        can), mean tokens, finished share, rule means.
+        """
+        figures = {"completions": self.count, "tokens": self.tokens}
+        figures |= {name: self.means.of(name) for name in ("accuracy", "length", "finished")}
+        return figures | self.rules.known()
 
 
 if __name__ == "__main__":

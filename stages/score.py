@@ -20,18 +20,25 @@ from accelerate import Accelerator
 
 from stages.base import params
 from stages.base.command import Stage, paths, progress, say
+from stages.base.contents import (
+    Largest,
+    check_contents,
+    check_provenance,
+    check_vocabulary,
+)
+from stages.base.errors import InputError
 from stages.base.metrics import Means, write_json
 from stages.base.tables import (
     BUFFERS,
     ROLLOUTS,
     iterate_batches,
     open_table,
-    read_provenance,
     write_table,
 )
 from stages.knobs.score import Knobs
 from stages.models.checkpoints import load_policy, load_scorer
 from stages.models.compute import accelerator as make_accelerator
+from stages.models.compute import vocabulary_of
 from stages.models.scorers import reference_log_probs, scores_and_values
 from stages.models.trainer_state import load_trainer
 
@@ -43,9 +50,14 @@ def score(
 ) -> None:
     """Score one round of completions."""
     knobs = params.load(Knobs)
-    provenance = read_rollout_provenance(rollouts)
+    largest = check_contents(rollouts, ROLLOUTS)
+    provenance = check_provenance(rollouts, "prompt_cursor")
+    with open_table(rollouts, ROLLOUTS) as file:
+        if not file.metadata.num_rows:
+            raise InputError(f"{rollouts}: no rows; expected the completions of a round")
     accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
-    columns = Measurement(rollouts, knobs, accelerator).columns(policy, reward_model, reference)
+    models = Measurement(rollouts, largest, knobs, accelerator)
+    columns = models.columns(policy, reward_model, reference)
     means = Means()
     rows = buffer_rows(rollouts, columns, knobs.rewards.model_dump(), means)
     count = write_table(out, BUFFERS, rows, provenance | {"stage": "score"})
@@ -60,6 +72,7 @@ class Measurement:
     """What models say of the completions of a rollout table, batch by batch."""
 
     rollouts: Path
+    largest: Largest
     knobs: Knobs
     accelerator: Accelerator
 
@@ -88,6 +101,7 @@ class Measurement:
         """A score of each completion, and the values before each of its tokens."""
         trust = self.knobs.model.trust_remote_code
         model = load_scorer(folder, self.knobs.attention, self.accelerator.device, trust)
+        check_vocabulary(self.rollouts, self.largest, vocabulary_of(model), folder)
         pairs = self._each_batch(
             name, lambda rows: list(zip(*scores_and_values(model, rows), strict=True))
         )
@@ -96,6 +110,7 @@ class Measurement:
     def reference_log_probs(self, folder: Path) -> list[list[float]]:
         trust = self.knobs.model.trust_remote_code
         model = load_policy(folder, self.knobs.attention, self.accelerator.device, trust)
+        check_vocabulary(self.rollouts, self.largest, vocabulary_of(model), folder)
         temperature = self.knobs.temperature
         return self._each_batch(
             "reference", lambda rows: reference_log_probs(model, rows, temperature)
@@ -148,12 +163,6 @@ def total_reward(row: dict, weights: dict[str, float | None]) -> float | None:
             return None
         total += weight * row[column_of(name)]
     return total
-
-
-def read_rollout_provenance(path: Path) -> dict:
-    """The provenance of a rollout table, once the table was checked."""
-    next(iterate_batches(path, ROLLOUTS, 1), None)
-    return read_provenance(path)
 
 
 if __name__ == "__main__":

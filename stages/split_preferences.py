@@ -14,6 +14,7 @@ import click
 
 from stages.base import params
 from stages.base.command import Stage, paths, say
+from stages.base.contents import check_contents
 from stages.base.errors import InputError
 from stages.base.metrics import write_json
 from stages.base.randomness import derive
@@ -26,6 +27,7 @@ from stages.knobs.split_preferences import Knobs
 def split_preferences(pairs: Path, train: Path, validation: Path, figures: Path) -> None:
     """Split pairs by prompt."""
     knobs = params.load(Knobs)
+    check_contents(pairs, PAIRS)
     share = knobs.preferences.validation_share
 
     def held_out(row: dict) -> bool:

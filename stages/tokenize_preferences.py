@@ -1,6 +1,7 @@
 """Stage `tokenize_preferences`: from preference rows to pairs of ids.
 
-Reads   preference rows (the task's, or what preferences.dataset names), models/base's tokenizer
+Reads   preference rows (the task's, or what preferences.dataset names), tokenizer and config of
+        models/base
 Knobs   preferences (source, max_length), seed (which rows max_samples keeps), trust_remote_code
 Writes  data/preferences/pairs.parquet (base/tables.py: PAIRS), figures of rows kept and dropped
 
@@ -21,6 +22,7 @@ from stages.knobs.tokenize_preferences import Knobs
 from stages.rows.inputs import Intake, Part, open_source, tokenized, usable
 from stages.text.chat import encode_pairs
 from stages.text.messages import Dropped
+from stages.text.positions import longest_row
 from stages.text.templates import tools_unseen
 
 
@@ -29,10 +31,12 @@ from stages.text.templates import tools_unseen
 def tokenize_preferences(task: Path, base: Path, out: Path, figures: Path) -> None:
     """Tokenize preference pairs."""
     knobs = params.load(Knobs)
-    tokenizer = load_tokenizer(base, knobs.model.trust_remote_code)
+    trust = knobs.model.trust_remote_code
+    tokenizer = load_tokenizer(base, trust)
     name, rows = open_source("preferences", knobs.preferences, task, knobs.seed)
     intake = Intake(name, "truncated", "masked_by_offsets")
-    encoding = partial(encode, tokenizer, knobs.preferences.max_length)
+    longest = longest_row(base, knobs.preferences.max_length, "preferences.max_length", trust)
+    encoding = partial(encode, tokenizer, longest)
     encoded = tokenized(rows, encoding, PAIRS, intake)
     provenance = {"stage": "tokenize_preferences", "source": name, "tokenizer": str(base)}
     write_batches(out, PAIRS, encoded, provenance)

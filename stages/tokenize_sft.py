@@ -1,6 +1,6 @@
 """Stage `tokenize_sft`: from SFT rows to ids and labels.
 
-Reads   SFT rows (the task's, or what sft.dataset names), the tokenizer of models/base
+Reads   SFT rows (the task's, or what sft.dataset names), tokenizer and config of models/base
 Knobs   sft (source, max_length, train_on), seed (which rows max_samples keeps),
         trust_remote_code
 Writes  data/sft.parquet (base/tables.py: SFT), figures of rows kept and dropped
@@ -20,8 +20,9 @@ from stages.base.tables import SFT, write_batches
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.tokenize_sft import Knobs
 from stages.rows.inputs import Intake, Part, open_source, tokenized, usable
-from stages.text.chat import encode_conversations, encode_texts
+from stages.text.chat import TrainOn, encode_conversations, encode_texts
 from stages.text.messages import Dropped
+from stages.text.positions import longest_row
 from stages.text.templates import tools_unseen
 
 SUMS = ("tokens", "trained_tokens", "truncated", "masked_by_offsets")
@@ -32,28 +33,31 @@ SUMS = ("tokens", "trained_tokens", "truncated", "masked_by_offsets")
 def tokenize_sft(task: Path, base: Path, out: Path, figures: Path) -> None:
     """Tokenize SFT rows."""
     knobs = params.load(Knobs)
-    tokenizer = load_tokenizer(base, knobs.model.trust_remote_code)
+    trust = knobs.model.trust_remote_code
+    tokenizer = load_tokenizer(base, trust)
     name, rows = open_source("sft", knobs.sft, task, knobs.seed)
     intake = Intake(name, *SUMS)
-    encoded = tokenized(rows, partial(encode, tokenizer, knobs.sft), SFT, intake)
+    longest = longest_row(
+        base, knobs.sft.max_length, "sft.max_length", knobs.model.trust_remote_code
+    )
+    encoding = partial(encode, tokenizer, knobs.sft.train_on, longest)
+    encoded = tokenized(rows, encoding, SFT, intake)
     provenance = {"stage": "tokenize_sft", "source": name, "tokenizer": str(base)}
     write_batches(out, SFT, encoded, provenance)
     write_json(figures, intake.figures())
     say(intake.figures())
 
 
-def encode(tokenizer, sft, batch: list, part: Part) -> None:
+def encode(tokenizer, train_on: TrainOn, max_length: int, batch: list, part: Part) -> None:
     """Numbered canonical rows -> rows of the table and what is counted, in `part`."""
     numbers, kept = usable(batch, part)
     texts = [row.text for row in kept]
     if any(text is not None for text in texts):
-        results = encode_texts(tokenizer, texts, sft.max_length)
+        results = encode_texts(tokenizer, texts, max_length)
     else:
         conversations = [row.messages for row in kept]
         tools = [row.tools for row in kept]
-        results = encode_conversations(
-            tokenizer, conversations, sft.train_on, sft.max_length, tools
-        )
+        results = encode_conversations(tokenizer, conversations, train_on, max_length, tools)
     for number, row, result in zip(numbers, kept, results, strict=True):
         if isinstance(result, Dropped):
             part.drop(number, result.reason)

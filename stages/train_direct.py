@@ -17,7 +17,7 @@ import torch
 
 from stages.base import params
 from stages.base.chunks import chunks
-from stages.base.command import Stage, paths, progress, say
+from stages.base.command import Stage, paths, say
 from stages.base.files import replacing
 from stages.base.metrics import write_json
 from stages.base.tables import SCORED_PAIRS, random_access
@@ -28,6 +28,7 @@ from stages.knobs.train_direct import Direct, Knobs
 from stages.models.checkpoints import load_policy, save_model
 from stages.models.compute import accelerator as make_accelerator
 from stages.training.batching import pair_lengths
+from stages.training.saving import Saver, work_of
 from stages.training.steps import check_weights
 from stages.training.supervised import Fit, Recipe
 from stages.training.tracking import tracking
@@ -49,8 +50,11 @@ def train_direct(
         policy = load_policy(start, knobs.attention, accelerator.device, trust)
         with accelerator.autocast():
             before = validate(policy, held_out, knobs.direct)
-        with tracking(f"train_direct-{out.name}", knobs.model_dump(), curve) as log:
-            steps = train(accelerator, policy, rows, knobs, log)
+        inputs = [train_path, validation, start]
+        saver = Saver(work_of("train_direct", inputs, knobs, accelerator.device))
+        name = f"train_direct-{out.name}"
+        with saver.watching(), tracking(name, knobs.model_dump(), curve) as log:
+            steps = train(accelerator, policy, rows, knobs, log, saver)
         check_weights(policy, str(out))
         reference = load_policy(start, knobs.attention, accelerator.device, trust)
         with accelerator.autocast():
@@ -63,6 +67,7 @@ def train_direct(
     found |= {"validation_pairs": len(held_out), "pairs": len(rows), "steps": len(steps)}
     found["skipped"] = sum(step["skipped"] for step in steps)
     write_json(figures, found)
+    saver.done()
     say(found, loss_name=knobs.direct.loss)
 
 
@@ -71,7 +76,7 @@ def loss_knobs(direct: Direct) -> LossKnobs:
     return LossKnobs(**{field.name: getattr(direct, field.name) for field in fields(LossKnobs)})
 
 
-def train(accelerator, policy, rows, knobs: Knobs, log: Callable[[dict], None]) -> list[dict]:
+def train(accelerator, policy, rows, knobs: Knobs, log: Callable, saver=None) -> list[dict]:
     """All epochs; returns one row of figures per optimizer step, each logged as it comes."""
     direct, loss = knobs.direct, LOSSES[knobs.direct.loss]
     names = {field.name for field in fields(Recipe)} & set(Direct.model_fields)
@@ -88,16 +93,14 @@ def train(accelerator, policy, rows, knobs: Knobs, log: Callable[[dict], None]) 
         parts.append(sums_of(pairs, loss, direct.beta))
         return losses(pairs, loss, loss_knobs(direct), direct.nll_weight).sum() / divisor
 
-    fit = Fit(accelerator, policy, rows, pair_lengths(rows), recipe, loss_of, len)
-    bar, records = progress(fit.steps(), "direct", len(fit.plan())), []
-    for record in bar:
-        record["pairs"] = record.pop("count")
-        record |= {name: sum(part[name] for part in parts) / record["pairs"] for name in FIGURES}
+    def means(pairs: int) -> dict:
+        found = {name: sum(part[name] for part in parts) / pairs for name in FIGURES}
         parts.clear()
-        records.append(record)
-        log(record)
-        bar.tell(record["pairs"], "pairs", loss=record["loss_ema"], accuracy=record["accuracy"])
-    return records
+        return found
+
+    lengths = pair_lengths(rows)
+    fit = Fit(accelerator, policy, rows, lengths, recipe, loss_of, len, "pairs", means)
+    return fit.run(log, saver)
 
 
 @torch.no_grad()

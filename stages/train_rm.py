@@ -16,7 +16,8 @@ import torch
 
 from stages.base import params
 from stages.base.chunks import chunks
-from stages.base.command import Stage, paths, progress, say
+from stages.base.command import Stage, paths, say
+from stages.base.contents import check_contents, check_vocabulary
 from stages.base.files import replacing
 from stages.base.metrics import write_json
 from stages.base.randomness import seed_everything
@@ -25,6 +26,7 @@ from stages.base.tokenizers import load_tokenizer
 from stages.knobs.train_rm import Knobs
 from stages.models.checkpoints import new_scorer, save_model
 from stages.models.compute import accelerator as make_accelerator
+from stages.models.compute import vocabulary_of
 from stages.models.scorers import scores
 from stages.training.batching import pair_lengths
 from stages.training.bradley_terry import (
@@ -35,6 +37,7 @@ from stages.training.bradley_terry import (
     preference_accuracy,
     tie_share,
 )
+from stages.training.saving import Saver, work_of
 from stages.training.steps import check_weights
 from stages.training.supervised import Fit, Recipe
 from stages.training.tracking import tracking
@@ -48,12 +51,17 @@ def train_rm(
     """Train the reward model and validate it on held-out prompts."""
     knobs = params.load(Knobs)
     trust = knobs.model.trust_remote_code
+    largest = {path: check_contents(path, PAIRS) for path in (train_path, validation)}
     with random_access(train_path, PAIRS) as rows, random_access(validation, PAIRS) as held_out:
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         seed_everything(knobs.seed, "train_rm", "head")
         scorer = new_scorer(sft, knobs.attention, accelerator.device, trust)
-        with tracking("train_rm", knobs.model_dump(), curve) as log:
-            steps = train(accelerator, scorer, rows, knobs, log)
+        for path, found in largest.items():
+            check_vocabulary(path, found, vocabulary_of(scorer), sft)
+        inputs = [train_path, validation, sft]
+        saver = Saver(work_of("train_rm", inputs, knobs, accelerator.device))
+        with saver.watching(), tracking("train_rm", knobs.model_dump(), curve) as log:
+            steps = train(accelerator, scorer, rows, knobs, log, saver)
         check_weights(scorer, "models/rm")
         with accelerator.autocast():
             found = validate(scorer, held_out, knobs.rm)
@@ -61,14 +69,21 @@ def train_rm(
         save_model(folder, scorer, load_tokenizer(sft, trust))
     found |= {"steps": len(steps), "skipped": sum(step["skipped"] for step in steps)}
     write_json(figures, found)
+    saver.done()
     say(found)
 
 
-def train(accelerator, scorer, rows, knobs: Knobs, log: Callable[[dict], None]) -> list[dict]:
+def train(accelerator, scorer, rows, knobs: Knobs, log: Callable, saver=None) -> list[dict]:
     """All epochs; returns one row of figures per optimizer step, each logged as it comes."""
     knobs_of_rm = knobs.rm.model_dump(exclude={"centering"})
     recipe = Recipe(stage="train_rm", seed=knobs.seed, nonfinite=knobs.nonfinite, **knobs_of_rm)
     right: list[int] = []
+
+    def accuracy(pairs: int) -> dict:
+        share = sum(right) / pairs
+        right.clear()
+        return {"accuracy": share}
+
     fit = Fit(
         accelerator,
         scorer,
@@ -79,16 +94,10 @@ def train(accelerator, scorer, rows, knobs: Knobs, log: Callable[[dict], None]) 
             scorer, pairs, count, knobs.rm.centering, right
         ),
         divisor_of=len,
+        unit="pairs",
+        more_of=accuracy,
     )
-    bar, records = progress(fit.steps(), "reward model", len(fit.plan())), []
-    for record in bar:
-        record["pairs"] = record.pop("count")
-        record["accuracy"] = sum(right) / record["pairs"]
-        right.clear()
-        records.append(record)
-        log(record)
-        bar.tell(record["pairs"], "pairs", loss=record["loss_ema"], accuracy=record["accuracy"])
-    return records
+    return fit.run(log, saver)
 
 
 def micro_batch_loss(scorer, pairs: list[dict], divisor: int, centering: float, right: list[int]):

@@ -14,7 +14,8 @@ import click
 import torch
 
 from stages.base import params
-from stages.base.command import Stage, paths, progress, say
+from stages.base.command import Stage, paths, say
+from stages.base.contents import check_contents, check_vocabulary
 from stages.base.files import replacing
 from stages.base.metrics import write_json
 from stages.base.tables import SFT, random_access
@@ -22,6 +23,8 @@ from stages.base.tokenizers import load_tokenizer
 from stages.knobs.train_sft import Knobs
 from stages.models.checkpoints import load_policy, save_model
 from stages.models.compute import accelerator as make_accelerator
+from stages.models.compute import vocabulary_of
+from stages.training.saving import Saver, work_of
 from stages.training.sft import micro_batch_loss, predicted
 from stages.training.steps import check_weights
 from stages.training.supervised import Fit, Recipe
@@ -34,20 +37,24 @@ def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> 
     """Fine-tune the base model on labelled tokens."""
     knobs = params.load(Knobs)
     trust = knobs.model.trust_remote_code
+    largest = check_contents(data, SFT)
     with random_access(data, SFT) as rows:
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         policy = load_policy(base, knobs.attention, accelerator.device, trust)
-        with tracking("train_sft", knobs.model_dump(), curve) as log:
-            steps = train(accelerator, policy, rows, knobs, log)
+        check_vocabulary(data, largest, vocabulary_of(policy), base)
+        saver = Saver(work_of("train_sft", [data, base], knobs, accelerator.device))
+        with saver.watching(), tracking("train_sft", knobs.model_dump(), curve) as log:
+            steps = train(accelerator, policy, rows, knobs, log, saver)
         check_weights(policy, "models/sft")
     with replacing(out, folder=True) as folder:
         save_model(folder, policy, load_tokenizer(base, trust))
     found = summary(steps)
     write_json(figures, found)
+    saver.done()
     say(found)
 
 
-def train(accelerator, policy, rows, knobs: Knobs, log: Callable[[dict], None]) -> list[dict]:
+def train(accelerator, policy, rows, knobs: Knobs, log: Callable, saver=None) -> list[dict]:
     """All epochs; returns one row of figures per optimizer step, each logged as it comes."""
     recipe = Recipe(
         stage="train_sft", seed=knobs.seed, nonfinite=knobs.nonfinite, **knobs.sft.model_dump()
@@ -60,14 +67,9 @@ def train(accelerator, policy, rows, knobs: Knobs, log: Callable[[dict], None]) 
         recipe,
         loss_of=lambda batch, count: micro_batch_loss(policy, batch, count),
         divisor_of=lambda batch: sum(predicted(row["labels"]) for row in batch),
+        unit="tokens",
     )
-    bar, records = progress(fit.steps(), "sft", len(fit.plan())), []
-    for record in bar:
-        record["tokens"] = record.pop("count")
-        records.append(record)
-        log(record)
-        bar.tell(record["tokens"], loss=record["loss_ema"])
-    return records
+    return fit.run(log, saver)
 
 
 def summary(steps: list[dict]) -> dict:

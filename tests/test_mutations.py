@@ -151,7 +151,6 @@ FAULTS = [
         "_cut(whiten(advantages, scored), lengths)",
         "_cut(advantages, lengths)",
     ),
-    Fault("vf_coef forgotten", EPOCHS, "yield settings.vf_coef * torch", "yield torch"),
     Fault(
         "temperature multiplied",
         "stages/models/log_probs.py",

@@ -20,6 +20,8 @@ DISK = {
     "base/files.py",
     "base/metrics.py",
     "base/params.py",
+    "text/positions.py",
+    "base/scratch.py",
     "base/tables.py",
     "base/tokenizers.py",
     "base/trust.py",

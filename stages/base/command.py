@@ -114,6 +114,9 @@ class Bar(tqdm):
         self.set_postfix({f"{unit}/s": f"{rate:,.0f}"} | known, refresh=False)
 
 
-def progress(items: Iterable, name: str, total: int | None = None) -> Bar:
-    """The items behind a progress bar on stderr, which is silent where stderr is no terminal."""
-    return Bar(items, desc=name, total=total, disable=None, dynamic_ncols=True)
+def progress(items: Iterable, name: str, total: int | None = None, done: int = 0) -> Bar:
+    """The items behind a progress bar on stderr, which is silent where stderr is no terminal.
+
+    `done` of `total` were there before.
+    """
+    return Bar(items, desc=name, total=total, initial=done, disable=None, dynamic_ncols=True)

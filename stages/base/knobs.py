@@ -147,7 +147,7 @@ class SftSource(Source):
 
 
 class PreferenceSource(Source):
-    format: row_format("prompted_pair", "pair")
+    format: row_format("prompted_pair", "sharegpt_pair", "pair")
 
 
 class PromptSource(Source):

@@ -23,6 +23,14 @@ def files_of(folder: Path, *suffixes: str) -> str:
     return listed(path.relative_to(folder).as_posix() for path in found)
 
 
+def object_of(path: Path) -> dict:
+    """A JSON file that must hold an object, as config.json does."""
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: found {type(found).__name__}, expected a JSON object")
+    return found
+
+
 def check_pickles(folder: Path, remedy: str) -> None:
     """Raise InputError where the folder holds pickled files, at any depth."""
     if found := files_of(folder, *PICKLES):
@@ -41,7 +49,7 @@ def check_code(folder: Path, trust: bool) -> None:
         return
     found = files_of(folder, ".py")
     for name in ("config.json", "tokenizer_config.json"):
-        if not found and (folder / name).is_file() and "auto_map" in read_json(folder / name):
+        if not found and (folder / name).is_file() and "auto_map" in object_of(folder / name):
             found = f"auto_map in {name}"
     if found:
         raise InputError(

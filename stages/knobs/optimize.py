@@ -69,11 +69,17 @@ class Knobs(Compute):
     tau_pos: number("SAPO: steepness of its gate where the advantage is above 0.", gt=0)
     tau_neg: number("SAPO: steepness of its gate elsewhere.", gt=0)
     clip_eps_val: number("Values are clipped to the old value +- clip_eps_val.", ge=0)
-    vf_coef: number("Weight of the value loss.", ge=0)
     gamma: number("Discount per token.", ge=0, le=1)
     lam: number("Lambda of generalised advantage estimation.", ge=0, le=1)
     beta: Beta
-    kl_estimator: choice("Estimator of the KL to the reference (Schulman 2020).", "k1", "k2", "k3")
+    kl_estimator: choice(
+        "Estimator of the KL to the reference (Schulman 2020); default: what fits its place, k3 in"
+        " the loss and k1 in the reward. Others are refused where they estimate no gradient.",
+        "default",
+        "k1",
+        "k2",
+        "k3",
+    )
     kl_placement: choice(
         "Where the KL penalty goes; default: as the objective defines it.",
         "default",
@@ -84,6 +90,7 @@ class Knobs(Compute):
 
     @model_validator(mode="after")
     def objective_fits(self) -> Self:
+        from stages.rl.kl import FITTING
         from stages.rl.objectives import OBJECTIVES
 
         if self.loss not in OBJECTIVES:
@@ -99,10 +106,16 @@ class Knobs(Compute):
                 f"critic: found null, but loss {self.loss} needs one: reward_model or policy"
             )
         placement = needs.kl_placement if self.kl_placement == "default" else self.kl_placement
-        if self.beta > 0 and placement == "loss" and self.kl_estimator == "k1":
+        if self.beta > 0 and self.kl_estimator not in ("default", *FITTING[placement]):
             raise ValueError(
-                "kl_estimator: found 'k1', but the KL goes into the loss, where the expected"
-                " gradient of k1 is 0; expected k2 or k3"
+                f"kl_estimator: found {self.kl_estimator!r}, but the KL goes into the {placement},"
+                f" where its expected gradient is not that of a KL; expected default or"
+                f" {' or '.join(FITTING[placement])}"
+            )
+        if self.beta > 0 and placement == "reward" and not needs.negative_rewards:
+            raise ValueError(
+                f"kl_placement: found {self.kl_placement!r}, but loss {self.loss} needs rewards of"
+                " at least 0, and a KL in the reward makes them negative; expected loss or default"
             )
         if not needs.trust_region and self.ppo_epochs > 1 and not self.allow_off_policy:
             raise ValueError(

@@ -1,5 +1,10 @@
 """Knobs of `prepare_model`."""
 
+from datetime import date
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
 from stages.base.knobs import (
     Attention,
     MaxNewTokens,
@@ -14,6 +19,14 @@ from stages.base.knobs import (
 )
 
 
+def iso_date(day: str) -> str:
+    """The date, if it is one."""
+    if len(day) != len("2026-01-31"):
+        raise ValueError(f"found {day!r}, expected a date such as 2026-01-31")
+    date.fromisoformat(day)
+    return day
+
+
 class Model(Trust):
     source: text(
         "tiny (random weights, below), a hub id, a local folder or a GGUF file; DVC sees those"
@@ -24,6 +37,14 @@ class Model(Trust):
     ignore_pickles: flag(
         "Accept a model folder that also holds pickled files. They are never read."
     )
+    date: Annotated[
+        text("Day that a chat template is told when it asks for today's (YYYY-MM-DD)."),
+        AfterValidator(iso_date),
+    ]
+    template_options: Annotated[
+        dict[str, Any],
+        Field(description="What else the chat template is told, such as {enable_thinking: false}."),
+    ]
     hidden_size: whole("tiny: width of the residual stream.", ge=2)
     intermediate_size: whole("tiny: width of the feed-forward layers.", ge=1)
     layers: whole("tiny: number of layers.", ge=1)

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
 
 from stages.base.errors import BadKnob, InputError
 
@@ -51,6 +52,11 @@ def attention_kernel(mask: Tensor) -> AbstractContextManager:
     if slow and torch.is_grad_enabled() and mask.shape[-1] <= SHORT:
         return sdpa_kernel(SDPBackend.MATH)
     return nullcontext()
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """How many ids a model can read: its input embedding has so many rows."""
+    return model.get_input_embeddings().weight.shape[0]
 
 
 def all_finite(weight: Tensor) -> bool:

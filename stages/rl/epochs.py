@@ -20,7 +20,7 @@ from stages.rl.objectives import token_weights, value_loss
 from stages.rl.stats import CompletionStats, TokenFigures, token_mean
 from stages.rl.targets import Settings, Targets, stack
 from stages.training.batching import plan_groups
-from stages.training.steps import StepFigures, rate_of_update, update
+from stages.training.steps import StepFigures, rate_of_update, stop_of, update
 
 
 @dataclass(frozen=True)
@@ -62,28 +62,39 @@ class Round:
     def __post_init__(self):
         object.__setattr__(self, "stats", CompletionStats(len(self.rows)))
 
-    def steps(self, done: int) -> Iterator[StepRecord]:
+    def steps(self, done: int, taken: int = 0) -> Iterator[StepRecord]:
         """Yield a record per optimizer step; `done` updates were taken before this round.
 
-        Rows are reshuffled in each epoch; after an epoch whose mean KL to the old policy is above
-        `target_kl` no further one starts.
+        The first `taken` steps of the round are passed over: a run that was cut off took them, and
+        models and stats are as it left them. Rows are reshuffled in each epoch; after an epoch
+        whose mean KL to the old policy is above `target_kl` no further one starts. Raises
+        `NonFinite`, naming the row, for a loss that is not finite, unless settings say skip.
         """
-        limit = self.settings.target_kl
+        limit, left = self.settings.target_kl, taken
         for epoch in range(self.settings.ppo_epochs):
             for batches in self._plan(epoch):
-                if not self.targets.used[_flat(batches)].any():
-                    continue
-                with self.accelerator.autocast():
-                    yield self._step(epoch, batches, done)
+                if left:
+                    left -= 1
+                else:
+                    with self.accelerator.autocast():
+                        yield self._step(epoch, batches, done)
                 done += 1
+            if left:
+                continue  # the stats are those of a later epoch
             if limit is not None and token_mean(self.stats.kl, self.targets.lengths) > limit:
                 return
 
     def _plan(self, epoch: int) -> list[list[list[int]]]:
-        settings = self.settings
+        """Steps of micro-batches of row numbers. Unscorable rows, which weigh nothing, are no part
+        of them: whatever stands in such a row can neither stop a step nor skip its mates.
+        """
+        settings, used = self.settings, self.targets.used
         sizes = (settings.train_batch_size, settings.batch_acc)
         names = ("optimize", settings.round_number, "shuffle", epoch)
-        return plan_groups(self.targets.groups.tolist(), *sizes, settings.seed, *names)
+        plan = plan_groups(self.targets.groups.tolist(), *sizes, settings.seed, *names)
+        plan = [[[row for row in batch if used[row]] for batch in step] for step in plan]
+        plan = [[batch for batch in step if batch] for step in plan]
+        return [step for step in plan if step]
 
     def _step(self, epoch: int, batches: list[list[int]], done: int) -> StepRecord:
         """One optimizer step of the policy, and one of the critic, over the same micro-batches."""
@@ -140,8 +151,8 @@ class Round:
                 if settings.kl_placement == "loss":
                     loss = loss + settings.beta * kl_ref
             seen = TokenFigures(log_probs, old, mask, clipped, entropy, kl_ref)
-            self.stats.note(batch, self.targets.used, seen)
-            yield _weighted_sum(loss, weight, mask)
+            self.stats.note(batch, seen)
+            yield self._checked(_weighted_sum(loss, weight, mask), loss, batch)
 
     def _critic_losses(self, batches: list[list[int]], weights: list[Tensor]) -> Iterator[Tensor]:
         """Each micro-batch's part of the step's value loss, a scalar."""
@@ -152,7 +163,16 @@ class Round:
             old = stack([targets.values_old[i] for i in batch], mask)
             returns = stack([targets.returns[i] for i in batch], mask)
             loss = value_loss(values, old, returns, mask, self.settings.clip_eps_val)
-            yield self.settings.vf_coef * _weighted_sum(loss, weight, mask)
+            yield self._checked(_weighted_sum(loss, weight, mask), loss, batch)
+
+    def _checked(self, total: Tensor, loss: Tensor, batch: list[int]) -> Tensor:
+        """The total of a micro-batch, if it may go on; else `NonFinite` names the row at fault."""
+        if self.settings.nonfinite == "stop" and not torch.isfinite(total):
+            of_rows = loss.detach().sum(1)  # (B,)
+            worst = torch.where(of_rows.isfinite(), of_rows.abs(), torch.inf).argmax()
+            row = self.rows[batch[worst]]
+            raise stop_of(total.item(), f"group {row['group']}, sample {row['sample']}: ")
+        return total
 
 
 def _log_probs_and_entropy(policy, states: States, temperature: float) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,15 @@ x = log policy - log reference:
     k2 = x^2 / 2           biased, never negative
     k3 = exp(-x) - 1 + x   unbiased, never negative
 
-None is clamped: a token far from the reference shows as such. As a differentiable loss k1 is of
-no use, since its expected gradient is 0; there take k2 or k3.
+None is clamped: a token far from the reference shows as such.
+
+An estimator of the KL need not estimate its gradient; which one does depends on its place
+(`FITTING`). In the reward, times grad log policy, k1 has the gradient of KL(policy || reference),
+the one that the objective asks for. There the first order of k3 cancels (what is left is
+grad KL(policy || reference) - grad KL(reference || policy)) and k2 has a square for a slope: both
+let the policy leave the reference at will. As a differentiable loss k1 has an expected gradient of
+0, k2 that of KL(policy || reference), and k3 that of KL(reference || policy), which is the same
+close to the reference.
 """
 
 from typing import Literal
@@ -19,6 +26,9 @@ import torch
 from torch import Tensor
 
 Estimator = Literal["k1", "k2", "k3"]
+
+# Place of the penalty -> the estimators whose expected gradient is that of a KL, the default first.
+FITTING: dict[str, tuple[Estimator, ...]] = {"reward": ("k1",), "loss": ("k3", "k2")}
 
 
 def kl_estimate(log_probs: Tensor, log_probs_ref: Tensor, estimator: Estimator) -> Tensor:

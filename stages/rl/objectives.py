@@ -28,7 +28,8 @@ Every loss function here has one signature, so that the training loop knows none
 `log_probs`, `log_probs_old` and `action_mask` are (B, T); `advantages` is (B, T), or (B, 1) where
 a completion has one; `loss` is (B, T) and to be made smaller; `clipped` is (B, T) bool: the clip
 holds this token's gradient back. Outside `action_mask` the inputs may hold anything, NaN included,
-and the outputs are 0 and False. The loss of an optimizer step is then, over all its rows,
+and the outputs are 0 and False. Where the advantage is 0 the loss and its gradient are 0 whatever
+the ratio is. The loss of an optimizer step is then, over all its rows,
 
     sum(loss * token_weights(lengths, used, aggregation, max_length)[:, None])
 
@@ -36,6 +37,7 @@ with weights computed once for the step: each micro-batch adds its part, so that
 no gradient. A KL penalty in the loss (`kl_penalty` times beta) is added per token before that sum.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +48,11 @@ from torch import Tensor
 
 from stages.rl.advantages import batch_advantages, gae, group_advantages
 from stages.rl.kl import kl_penalty
+
+# A ratio this far from 1 is an accident of the buffer, not an update: what an objective leaves
+# unbounded ends here, with a gradient of 0, so that one token can neither overflow the loss nor
+# outweigh all others.
+RATIO_LIMIT = 100.0
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"]
 
@@ -72,8 +79,8 @@ def policy_gradient_loss(
     There is no ratio: right only for samples of the very policy that is trained, which is why its
     objectives have no trust region and refuse several inner epochs. Nothing is ever clipped.
     """
-    log_probs = torch.where(action_mask, log_probs, 0.0)
-    loss = -_on_actions(advantages, action_mask) * log_probs
+    advantages = _on_actions(advantages, action_mask)
+    loss = -advantages * torch.where(advantages != 0, log_probs, 0.0)
     return loss, torch.zeros_like(action_mask)
 
 
@@ -83,10 +90,11 @@ def clipped_ratio_loss(
     """(B, T) x4 -> (B, T), (B, T): -min(r A, clip(r) A) per token.
 
     PPO, Schulman et al. 2017, eq. 7. The range may be lopsided (DAPO's clip-higher, Yu et al. 2025,
-    eq. 8). There is no dual clip for A < 0.
+    eq. 8). For A < 0 the paper bounds no ratio above 1; here it ends at RATIO_LIMIT.
     """
-    ratio = _log_ratio(log_probs, log_probs_old, action_mask).exp()
-    return _pessimistic(ratio, _on_actions(advantages, action_mask), clip)
+    advantages = _on_actions(advantages, action_mask)
+    log_ratio = _log_ratio(log_probs, log_probs_old, advantages != 0)
+    return _pessimistic(log_ratio, advantages, clip)
 
 
 def sequence_ratio_loss(
@@ -99,12 +107,11 @@ def sequence_ratio_loss(
     `seq-mean-token-mean` is the paper's loss, with its gradient -A s / length per token. s lies
     much closer to 1 than a token's ratio: the paper clips at 3e-4 and 4e-4.
     """
-    lengths = action_mask.sum(1, keepdim=True).clamp(min=1)
-    mean_log_ratio = (
-        _log_ratio(log_probs, log_probs_old, action_mask).sum(1, keepdim=True) / lengths
-    )
-    ratio = mean_log_ratio.exp().expand_as(log_probs)
-    return _pessimistic(ratio, _on_actions(advantages, action_mask), clip)
+    advantages = _on_actions(advantages, action_mask)
+    lengths = action_mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
+    acting = action_mask & (advantages != 0).any(1, keepdim=True)
+    mean_log_ratio = _log_ratio(log_probs, log_probs_old, acting).sum(1, keepdim=True) / lengths
+    return _pessimistic(mean_log_ratio.expand_as(log_probs), advantages, clip)
 
 
 def clipped_weight_loss(
@@ -117,8 +124,8 @@ def clipped_weight_loss(
     """
     ratio = _log_ratio(log_probs, log_probs_old, action_mask).exp().detach()
     weight = ratio.clamp(1 - clip.clip_eps_lo, 1 + clip.clip_eps_hi)
-    log_probs = torch.where(action_mask, log_probs, 0.0)
-    loss = -weight * _on_actions(advantages, action_mask) * log_probs
+    advantages = _on_actions(advantages, action_mask)
+    loss = -weight * advantages * torch.where(advantages != 0, log_probs, 0.0)
     return loss, action_mask & (weight != ratio)
 
 
@@ -130,8 +137,8 @@ def soft_gate_loss(
     A smooth gate in place of the clip: its slope is 1 at r = 1 and dies away on both sides, faster
     for a larger tau. tau is tau_pos where A > 0, else tau_neg. Nothing is ever clipped.
     """
-    ratio = _log_ratio(log_probs, log_probs_old, action_mask).exp()
     advantages = _on_actions(advantages, action_mask)
+    ratio = _bounded_exp(_log_ratio(log_probs, log_probs_old, advantages != 0))
     tau = torch.full_like(ratio, clip.tau_neg).masked_fill(advantages > 0, clip.tau_pos)
     loss = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
     return loss, torch.zeros_like(action_mask)
@@ -145,6 +152,7 @@ class Objective:
     estimator     (rewards (B,), groups (B,)) -> (B,); `gae` where `critic` is true
     aggregation   the default of `token_weights`
     kl_placement  where `beta` puts the KL against the reference: in the reward or in the loss
+    negative_rewards  bears rewards below 0, which a KL in the reward makes
     critic        needs values and returns
     groups        needs at least two samples a prompt
     trust_region  bears several inner epochs over one buffer
@@ -154,6 +162,7 @@ class Objective:
     estimator: Callable
     aggregation: Aggregation
     kl_placement: Literal["reward", "loss"] = "loss"
+    negative_rewards: bool = True
     critic: bool = False
     groups: bool = True
     trust_region: bool = True
@@ -195,7 +204,11 @@ OBJECTIVES: dict[str, Objective] = {
     "cispo": Objective(clipped_weight_loss, _mean_over_std, "token-mean"),
     "sapo": Objective(soft_gate_loss, _mean_over_std, "seq-mean-token-mean"),
     "maxrl": Objective(
-        policy_gradient_loss, _mean_over_mean, "seq-mean-token-sum", trust_region=False
+        policy_gradient_loss,
+        _mean_over_mean,
+        "seq-mean-token-sum",
+        negative_rewards=False,
+        trust_region=False,
     ),
 }
 
@@ -308,9 +321,16 @@ def _on_actions(advantages: Tensor, action_mask: Tensor) -> Tensor:
     return torch.where(action_mask, advantages, 0.0)
 
 
-def _pessimistic(ratio: Tensor, advantages: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+def _pessimistic(log_ratio: Tensor, advantages: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
     """(B, T), (B, T) -> (B, T), (B, T): the worse of the plain and the clipped surrogate."""
+    ratio = _bounded_exp(log_ratio)
     plain = ratio * advantages
     bounded = ratio.clamp(1 - clip.clip_eps_lo, 1 + clip.clip_eps_hi) * advantages
     clipped = bounded < plain
-    return -torch.where(clipped, bounded, plain), clipped
+    beyond = (log_ratio > math.log(RATIO_LIMIT)) & (advantages != 0)
+    return -torch.where(clipped, bounded, plain), clipped | beyond
+
+
+def _bounded_exp(log_ratio: Tensor) -> Tensor:
+    """(B, T) -> (B, T): the ratio, at most RATIO_LIMIT; bounded before exp can overflow."""
+    return log_ratio.clamp(max=math.log(RATIO_LIMIT)).exp()

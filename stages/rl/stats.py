@@ -3,7 +3,7 @@
 Letters: N completions of the buffer, B of a micro-batch, T completion tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +29,9 @@ class TokenFigures:
     kl_ref: Tensor | None
 
 
+FIGURES = ("ratio_mean", "ratio_max", "clipped_fraction", "kl", "kl_ref", "entropy")
+
+
 @dataclass
 class CompletionStats:
     """Per completion, as it stood when last trained on; NaN where it never was. All (N,).
@@ -46,27 +49,40 @@ class CompletionStats:
     entropy: Tensor = field(init=False)
 
     def __post_init__(self):
-        for name in ("ratio_mean", "ratio_max", "clipped_fraction", "kl", "kl_ref", "entropy"):
+        for name in FIGURES:
             setattr(self, name, torch.full((self.count,), torch.nan))
         self.ratios = [None] * self.count
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it as tensors by name, for a saved state; -1 is the length of a row not seen."""
+        lengths = [-1 if ratio is None else len(ratio) for ratio in self.ratios]
+        known = [ratio for ratio in self.ratios if ratio is not None]
+        found = {name: getattr(self, name).clone() for name in FIGURES}
+        ratios = torch.cat(known) if known else torch.zeros(0)
+        return found | {"ratios": ratios, "lengths": torch.tensor(lengths)}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put back what `tensors` gave."""
+        for name in FIGURES:
+            getattr(self, name).copy_(tensors[name])
+        lengths = tensors["lengths"].tolist()
+        parts = iter(tensors["ratios"].split([length for length in lengths if length >= 0]))
+        self.ratios = [None if length < 0 else next(parts).clone() for length in lengths]
+
     @torch.no_grad()
-    def note(self, batch: Sequence[int], used: Tensor, tokens: TokenFigures) -> None:
-        """Keep what a micro-batch shows of its rows; unused ones train nothing and stay NaN."""
+    def note(self, batch: Sequence[int], tokens: TokenFigures) -> None:
+        """Keep what a micro-batch shows of its rows."""
         mask, old = tokens.action_mask, tokens.log_probs_old
         lengths = mask.sum(1)  # (B,)
         figures = ratio_diagnostics(tokens.log_probs, old, tokens.clipped, mask)._asdict()
         figures["entropy"] = tokens.entropy.sum(1) / lengths
         if tokens.kl_ref is not None:
             figures["kl_ref"] = tokens.kl_ref.sum(1) / lengths
-        kept = used[batch]
-        rows = torch.tensor(batch)[kept]
         for name, figure in figures.items():
-            getattr(self, name)[rows] = figure.cpu()[kept]
+            getattr(self, name)[torch.tensor(batch)] = figure.cpu()
         ratios = cut((tokens.log_probs - old).exp().cpu(), lengths)
-        for row, ratio, is_used in zip(batch, ratios, kept.tolist(), strict=True):
-            if is_used:
-                self.ratios[row] = ratio
+        for row, ratio in zip(batch, ratios, strict=True):
+            self.ratios[row] = ratio
 
 
 def token_mean(row_means: Tensor, lengths: Tensor) -> float:

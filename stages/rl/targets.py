@@ -24,7 +24,6 @@ class Settings:
     kl_placement: str
     clip: Clip
     clip_eps_val: float
-    vf_coef: float
     gamma: float
     lam: float
     beta: float

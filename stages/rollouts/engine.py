@@ -31,10 +31,14 @@ class Prompt:
 
 @dataclass
 class Counts:
-    """Groups a round kept and, under dynamic sampling, dropped; tried = kept + dropped."""
+    """Groups a round kept and, under dynamic sampling, dropped; tried = kept + dropped.
+
+    `unscored` of the dropped ones have no score at all: nothing checks their answers.
+    """
 
     kept: int = 0
     dropped: int = 0
+    unscored: int = 0
     cursor: int = 0
 
     @property
@@ -73,7 +77,7 @@ class Engine:
         became of them in this round.
         """
         counts, limit = self.counts, wanted * max(1, tries)
-        counts.kept, counts.dropped, counts.cursor = 0, 0, cursor
+        counts.kept, counts.dropped, counts.unscored, counts.cursor = 0, 0, 0, cursor
         at_once = groups_at_once(self.batch_size, self.num_rollouts)
         while counts.kept < wanted and counts.tried < limit:
             size = min(at_once, wanted - counts.kept, limit - counts.tried)
@@ -84,8 +88,10 @@ class Engine:
             groups = sample_groups(self.policy, chosen, draws, self.sampling)
             for prompt, completions in zip(chosen, groups, strict=True):
                 group = self._rows_of_group(prompt, completions, round_number, counts.kept)
-                if tries and _all_alike([row["reward_correctness"] for row in group]):
+                scores = {row["reward_correctness"] for row in group} - {None}
+                if tries and len(scores) < 2:
                     counts.dropped += 1
+                    counts.unscored += not scores
                 else:
                     counts.kept += 1
                     yield from group
@@ -150,8 +156,3 @@ def prompt_at(position: int, count: int, seed: int) -> int:
 @lru_cache(maxsize=2)
 def _pass_order(count: int, seed: int, number: int) -> list[int]:
     return shuffled(count, seed, "rollout", "prompts", number)
-
-
-def _all_alike(scores: Sequence[float | None]) -> bool:
-    known = [score for score in scores if score is not None]
-    return len(set(known)) < 2

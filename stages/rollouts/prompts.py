@@ -10,6 +10,7 @@ from stages.rollouts.rewards import Rules
 from stages.rows.inputs import BATCH, Intake, open_source, usable
 from stages.text.chat import encode_prompts
 from stages.text.messages import Dropped
+from stages.text.positions import positions_of
 from stages.text.templates import tools_unseen
 
 
@@ -50,7 +51,7 @@ def reward_columns(rules: Rules, verifier: str, prompt: Prompt, text: str, lengt
 
 def context_limit(model, max_new_tokens: int) -> int:
     """Longest prompt that leaves room for `max_new_tokens` in the model's positions."""
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = positions_of(model.config)
     if positions is None:
         return 10**9
     if positions <= max_new_tokens:

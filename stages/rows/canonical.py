@@ -151,12 +151,8 @@ def _conversation(layout: Layout, values: dict) -> list[Message]:
 
 def _preference(layout: Layout, values: dict) -> PreferenceRow:
     margin = _margin(values.get("margin"))
-    prompt = values.get("prompt")
-    if isinstance(prompt, list):
-        prompt = _turns(prompt)
-    sides = [values["chosen"], values["rejected"]]
-    sides = [_turns(side) if isinstance(side, list) else side for side in sides]
-    prompt, *answers = split_pair(prompt, *sides)
+    prompt = values.get("prompt", values.get("conversations"))
+    prompt, *answers = split_pair(*map(_said, (prompt, values["chosen"], values["rejected"])))
     prompt = _with_system(values, prompt)
     return PreferenceRow(prompt, *answers, margin, clean_tools(values.get("tools")))
 
@@ -178,11 +174,18 @@ READERS = {"sft": _sft, "preferences": _preference, "prompts": _prompt}
 
 
 def _spoken(values: dict, field: str, turn) -> list[Message]:
-    value = values[field]
-    return _turns(value) if isinstance(value, list) else [turn(_text(values, field))]
+    said = _said(values[field])
+    return said if isinstance(said, list) else [turn(_text(values, field))]
 
 
-def _turns(turns: list) -> list[Message]:
+def _said(value):
+    """Turns as messages; text, or nothing, as it is."""
+    return _turns(value) if isinstance(value, list | dict) else value
+
+
+def _turns(turns: list | dict) -> list[Message]:
+    """Clean messages of turns, or of one turn."""
+    turns = [turns] if isinstance(turns, dict) else turns
     return clean_messages([from_sharegpt(turn) for turn in turns])
 
 

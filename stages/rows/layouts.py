@@ -20,8 +20,8 @@ FIELD_TYPES = {
     "conversations": TURNS,
     "prompt": TEXT_OR_TURNS,
     "completion": TEXT_OR_TURNS,
-    "chosen": TEXT_OR_TURNS,
-    "rejected": TEXT_OR_TURNS,
+    "chosen": (*TEXT_OR_TURNS, "an object"),
+    "rejected": (*TEXT_OR_TURNS, "an object"),
     "system": TEXT,
     "instruction": TEXT,
     "input": TEXT,
@@ -47,6 +47,7 @@ FORMATS = {
     },
     "preferences": {
         "prompted_pair": (("prompt", "chosen", "rejected"), ("margin", "system", "tools")),
+        "sharegpt_pair": (("conversations", "chosen", "rejected"), ("margin", "system", "tools")),
         "pair": (("chosen", "rejected"), ("margin", "system", "tools")),
     },
     "prompts": {

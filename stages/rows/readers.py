@@ -5,13 +5,14 @@ row (from 1) elsewhere.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 from pathlib import Path
 
 from pyarrow import ArrowException
 
 from stages.base.errors import InputError
+from stages.base.metrics import read_json
 from stages.rows.formats import FORMATS, Rows, format_of
 
 # What params.yaml says of each source; rows that have no splits are taken for it.
@@ -88,33 +89,45 @@ def _open_dataset(dataset: str, path: Path, split, name, revision):
     import datasets
     from datasets.exceptions import DatasetsError
 
+    load, arguments = datasets.load_from_disk, {}
     if path.is_dir():
-        if not any((path / file).is_file() for file in FOLDER_FILES):
-            raise InputError(f"{dataset}: expected a folder written by save_to_disk, or a file")
-        load = datasets.load_from_disk
-        arguments: dict = {}
+        place = str(_saved_split(path, split))
     else:
-        load = datasets.load_dataset
+        load, place = datasets.load_dataset, dataset
         arguments = {"name": name, "revision": revision, "split": split}
     try:
-        found = load(dataset, **arguments)
+        found = load(place, **arguments)
     except (DatasetsError, ArrowException, OSError, ValueError, RuntimeError) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"{dataset}: no such file, and no dataset either: {line}") from error
-    return _one_split(dataset, found, split if path.is_dir() else None)
+    return found[_wanted_split(dataset, found, split)] if isinstance(found, dict) else found
 
 
-def _one_split(dataset: str, found, split: str | None):
-    if not isinstance(found, dict):
-        _check_no_split(dataset, split)
-        return found
+def _saved_split(folder: Path, split: str | None) -> Path:
+    """The folder of one split that save_to_disk wrote; `datasets` opens none of the others.
+
+    It cannot open a split without rows, and would open them all.
+    """
+    if not any((folder / file).is_file() for file in FOLDER_FILES):
+        raise InputError(f"{folder}: expected a folder written by save_to_disk, or a file")
+    place = folder
+    if (folder / FOLDER_FILES[1]).is_file():
+        place /= _wanted_split(folder, read_json(folder / FOLDER_FILES[1]).get("splits", []), split)
+    else:
+        _check_no_split(folder, split)
+    if not read_json(place / "state.json").get("_data_files"):
+        raise InputError(f"{place}: is empty, expected rows")
+    return place
+
+
+def _wanted_split(dataset: str | Path, found: Collection[str], split: str | None) -> str:
     wanted = split or (next(iter(found)) if len(found) == 1 else "train")
     if wanted not in found:
         raise InputError(f"{dataset}: has no split {wanted!r}; expected one of {sorted(found)}")
-    return found[wanted]
+    return wanted
 
 
-def _check_no_split(dataset: str, split: str | None) -> None:
+def _check_no_split(dataset: str | Path, split: str | None) -> None:
     if split not in DEFAULT_SPLITS:
         raise InputError(f"{dataset}: has no splits, found {split!r}; expected train or test")
 

@@ -6,11 +6,13 @@ Whatever it was, the model comes out whole and in float32, or is refused in one 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     FineGrainedFP8Config,
@@ -23,9 +25,8 @@ from transformers import (
 
 from stages.base.command import spelled_out
 from stages.base.errors import BadKnob, InputError
-from stages.base.metrics import read_json
 from stages.base.tokenizers import published_tokenizer
-from stages.base.trust import check_code, check_pickles
+from stages.base.trust import check_code, check_pickles, object_of
 from stages.models.checkpoints import check_causal, check_folder, learn_padding
 from stages.sources import weights
 
@@ -34,6 +35,7 @@ FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "model*.safetens
 # Quantized weights that transformers can turn into plain ones on any machine.
 DEQUANTIZED = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef")
+NO_SAMPLING = {"use_cache", "output_attentions", "output_hidden_states", "transformers_version"}
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -98,8 +100,11 @@ def from_folder(source: str, folder: Path, trust: bool):
         options["quantization_config"] = dequantized(folder, quantization)
     with loading(source, trust):
         tokenizer = published_tokenizer(folder, trust)
+        plan = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+        drop_sampling(plan)
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
+            config=plan,
             dtype=torch.float32,
             generation_config=GenerationConfig(),
             ignore_mismatched_sizes=True,
@@ -111,14 +116,6 @@ def from_folder(source: str, folder: Path, trust: bool):
         weights.check_integers(folder, model, dtypes)
     named = folder / "generation_config.json"
     return finished(folder, model, object_of(named) if named.is_file() else {}), tokenizer
-
-
-def object_of(path: Path) -> dict:
-    """A published file of JSON that must hold an object."""
-    found = read_json(path)
-    if not isinstance(found, dict):
-        raise InputError(f"{path}: found {type(found).__name__}, expected a JSON object")
-    return found
 
 
 def dequantized(folder: Path, entry: dict):
@@ -159,8 +156,7 @@ def finished(place: Path, model: PreTrainedModel, generation: dict) -> PreTraine
     """
     check_causal(place, [type(model).__name__])
     config = model.config
-    for name in config._get_generation_parameters():
-        delattr(config, name)
+    drop_sampling(config)
     ids = {name: generation.get(name) for name in SPECIAL_IDS}
     ids = {n: getattr(config, n, None) if value is None else value for n, value in ids.items()}
     if odd := {name: value for name, value in ids.items() if not is_ids(value)}:
@@ -176,6 +172,16 @@ def finished(place: Path, model: PreTrainedModel, generation: dict) -> PreTraine
     model = model.to(torch.float32)
     learn_padding(model)
     return model
+
+
+def drop_sampling(config: PretrainedConfig) -> None:
+    """Remove what config.json says of sampling, which transformers would refuse to save again.
+
+    What the architecture's own config has a field for is no sampling, whatever its name.
+    """
+    own = {field.name for field in fields(config)} | NO_SAMPLING
+    for name in vars(GenerationConfig()).keys() & vars(config).keys() - own - set(SPECIAL_IDS):
+        delattr(config, name)
 
 
 def is_ids(value: object) -> bool:

@@ -21,7 +21,6 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAME_AGAIN = re.compile(r"consolidated.*\.safetensors")
 ADAPTER = re.compile(r"adapter_config\.json|.*(adapter|lora).*\.(safetensors|npz|bin|pt)", re.I)
 FLOATS = {"F64", "F32", "F16", "BF16"}
-LOW = ("F8", "F6", "F4")
 SCALES = ("_scale_inv", "_scale")
 # What wraps a model in training and then stands in the names of its weights.
 WRAPPERS = re.compile(
@@ -93,7 +92,7 @@ def check_dtypes(folder: Path, dtypes: Mapping[str, str], quantized: bool) -> No
 
     quantized  whether config.json has a quantization entry, without which scales are not read
     """
-    low = {name for name, dtype in dtypes.items() if dtype.startswith(LOW)}
+    low = {n for n, dtype in dtypes.items() if dtype[0] == "F" and dtype not in FLOATS}
     bare = {n for n in low if not any(f"{n}{scale}" in dtypes for scale in SCALES)}
     if found := bare if quantized else low:
         lacks = (

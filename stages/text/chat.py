@@ -22,7 +22,10 @@ from stages.text.masks import (
     header_of,
     last_word,
     render_turns,
+    said_by_tools,
+    text_start,
     tokenize,
+    turn_end,
 )
 from stages.text.messages import (
     REASONING_FIELDS,
@@ -30,12 +33,14 @@ from stages.text.messages import (
     Message,
     Unusable,
     clean_messages,
+    may_train,
     says_something,
 )
 from stages.text.templates import (
     WithTools,
     adapt,
     adds_bos,
+    check_reasoning_shown,
     check_unicode,
     render_prompt,
     turn_end_ids,
@@ -129,18 +134,18 @@ def encode_conversations(
     - "all" trains every id of the render.
 
     An untruncated row has one trained stop token at the end of its last trained turn. Dropped:
-    rows without an assistant turn, that the template refuses or whose tool calls it leaves out,
-    with an answer to train that is empty or holds the text of a stop token, without an exact mask,
-    or without a target once cut. Turns that are not trained may be empty.
+    rows without an assistant turn, that the template refuses, whose tool calls or last reasoning it
+    leaves out, with an answer to train that is empty or holds the text of a stop token, without an
+    exact mask, or without a target once cut. Turns that are not trained may be empty. Messages
+    marked `"weight": 0` or `"train": false` are not trained, and what a tool said never is.
     """
     _check_fast(tokenizer)
     stops, header = _stops(tokenizer), header_of(tokenizer)
 
     def rendered(told, messages):
         messages = adapt(told, clean_messages(messages))
-        if train_on == "all":
-            return render_turns(told, messages, [], header)
         messages, turns = _trained_turns(messages, train_on, stops)
+        check_reasoning_shown(told, messages)
         return render_turns(told, messages, turns, header)
 
     def encoded(told, row):
@@ -216,15 +221,21 @@ def encode_pairs(
 
 
 def _trained_turns(messages, train_on: TrainOn, stops: Stops) -> tuple[list[Message], list[int]]:
-    """The messages up to the last answer, and which turns are trained."""
+    """The messages up to the last answer, and its trained turns; for "all" none stands out."""
+    if train_on == "all":
+        if not all(map(may_train, messages)):
+            raise Unusable("a message with weight 0 or train false, but train_on is all")
+        return messages, []
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise Unusable("no assistant turn")
-    messages = messages[: turns[-1] + 1]
     turns = {"last_assistant": turns[-1:], "all_assistants": turns}[train_on]
+    turns = [turn for turn in turns if may_train(messages[turn])]
+    if not turns:
+        raise Unusable("no answer to train that is not marked with weight 0 or train false")
     for turn in turns:
         _check_answer(messages[turn], stops)
-    return messages, turns
+    return messages[: turns[-1] + 1], turns
 
 
 def _side_turns(
@@ -237,6 +248,7 @@ def _side_turns(
         raise Unusable("an answer does not start and end with an assistant turn")
     for message in messages[len(prompt) :]:
         _check_answer(message, stops)
+    check_reasoning_shown(tokenizer, messages)
     return messages, turns
 
 
@@ -260,9 +272,9 @@ def _answers(tokenizer, row: Rendered, stops: Stops) -> Encoded:
     ids = list(row.ids)
     labels = [IGNORED] * len(ids)
     routes = set()
+    tools = said_by_tools(tokenizer, row)
     for number in range(len(row.turns)):
-        start, route = answer_start(tokenizer, row, number)
-        end = answer_end(tokenizer, row, number, start, stops)
+        start, end, route = _span(tokenizer, row, number, stops, tools)
         _check_shown(ids[start:end], stops)
         labels[start:end] = ids[start:end]
         routes.add(route)
@@ -271,6 +283,25 @@ def _answers(tokenizer, row: Rendered, stops: Stops) -> Encoded:
         labels.append(ids[-1])
     route = "offsets" if "offsets" in routes else "prefix"
     return Encoded(ids, labels, truncated=False, route=route)
+
+
+def _span(
+    tokenizer, row: Rendered, number: int, stops: Stops, tools: list[range]
+) -> tuple[int, int, Route]:
+    """Where the answer of a turn starts and ends, without what a tool said before or behind it."""
+
+    def holds_tools(start: int, end: int) -> bool:
+        return any(max(start, said.start) < min(end, said.stop) for said in tools)
+
+    start, route = answer_start(tokenizer, row, number)
+    end = answer_end(tokenizer, row, number, start, stops)
+    if holds_tools(start, end):
+        start, route = text_start(tokenizer, row, number), "offsets"
+    if holds_tools(start, end):
+        end = min(end, turn_end(tokenizer, row, number, stops))
+    if holds_tools(start, end):
+        raise Unusable("the chat template shows what a tool said within an answer")
+    return start, end, route
 
 
 def _side(tokenizer, row: Rendered, stops: Stops) -> tuple[list[int], list[int], Route]:

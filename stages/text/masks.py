@@ -5,9 +5,10 @@ whole. Offsets route, where they do not: the character at which the render parts
 another answer, taken to the token that starts there. Neither cuts by a difference of lengths.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 from stages.text.messages import Message, Unusable
@@ -22,6 +23,7 @@ from stages.text.templates import (
     usual_header,
 )
 
+TOOL_ROLES = ("tool", "ipython")
 Route = Literal["prefix", "offsets", "all"]
 
 
@@ -147,7 +149,8 @@ def answer_start(tokenizer, row: Rendered, number: int) -> tuple[int, Route]:
 def answer_end(tokenizer, row: Rendered, number: int, start: int, stops) -> int:
     """Index after the token that ends the turn, or after the answer where no such token follows.
 
-    An answer without one at the very end of the row ends with the row.
+    An answer without one at the very end of the row ends with the row; one that goes on behind a
+    tool's answer ends where it would if nothing followed.
     """
     ids, turn = row.ids, row.turns[number]
     last = turn == len(row.messages) - 1
@@ -160,9 +163,53 @@ def answer_end(tokenizer, row: Rendered, number: int, start: int, stops) -> int:
     mark = mark_for(row.text)
     other = render(tokenizer, mark_turn(row.messages, turn, mark))
     shared = shared_end(row.text, other)
-    if other[len(other) - shared - 1] != mark:
+    if other[len(other) - shared - 1] == mark:
+        return _token_at(row, len(row.text) - shared)
+    return turn_end(tokenizer, row, number, stops)
+
+
+def turn_end(tokenizer, row: Rendered, number: int, stops) -> int:
+    """Index after all that a conversation that ends with the turn shows, its stop tokens apart."""
+    ended = render(tokenizer, row.messages[: row.turns[number] + 1])
+    shown = ""
+    while shown != ended:
+        shown, ended = ended, ended.rstrip()
+        for stop in stops.values():
+            ended = ended.removesuffix(stop)
+    if not row.text.startswith(shown):
         raise Unusable("the chat template does not show where an answer ends")
-    return _token_at(row, len(row.text) - shared)
+    return _token_at(row, len(shown))
+
+
+def text_start(tokenizer, row: Rendered, number: int) -> int:
+    """Index of the first token of what the answer itself says, whatever was in the prompt."""
+    return _token_at(row, _answer_character(tokenizer, row, row.turns[number]))
+
+
+def said_by_tools(tokenizer, row: Rendered) -> list[range]:
+    """The tokens that show the content of each tool's turn."""
+    messages, mark = row.messages, mark_for(row.text)
+    turns = [i for i, turn in enumerate(messages) if turn["role"] in TOOL_ROLES and turn["content"]]
+    between = {
+        i: {**messages[i], "content": f"{mark}{messages[i]['content']}{mark}"} for i in turns
+    }
+    if not turns:
+        return []
+    parts = render(tokenizer, [between.get(i, turn) for i, turn in enumerate(messages)]).split(mark)
+    if "".join(parts) == row.text and len(parts) == 2 * len(turns) + 1:
+        borders = list(accumulate(map(len, parts)))
+        spans = list(zip(borders[::2], borders[1::2], strict=False))
+    else:  # a template that trims or quotes what tools say
+        others = [render(tokenizer, mark_turn(messages, turn, mark)) for turn in turns]
+        size = len(row.text)
+        spans = [(shared_start(row.text, o), size - shared_end(row.text, o)) for o in others]
+    return [_tokens_of(row, *span) for span in spans if span[0] < span[1]]
+
+
+def _tokens_of(row: Rendered, start: int, end: int) -> range:
+    """All tokens that show one of the characters."""
+    first = bisect_right(row.encoding.offsets, start, key=lambda offset: offset[0]) - 1
+    return range(max(0, first), _first_from(row, end))
 
 
 def last_word(row: Rendered) -> int | None:

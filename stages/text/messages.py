@@ -14,6 +14,7 @@ Message = dict
 
 FUNCTION_KEYS = ("name", "arguments")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+TRAIN_MARKS = ("weight", "train")
 SHOWN = 40  # characters of data in a reason
 
 # Compared in lower case.
@@ -116,6 +117,15 @@ def says_something(message: Message) -> bool:
     return any(message.get(field) for field in REASONING_FIELDS)
 
 
+def may_train(message: Message) -> bool:
+    """Whether a clean message is not marked `"weight": 0` or `"train": false`."""
+    marks = [message[key] for key in TRAIN_MARKS if key in message]
+    for mark in marks:
+        if mark not in (0, 1):
+            raise Unusable(f"a message with weight or train {shown(mark)}, expected 0 or 1")
+    return all(marks)
+
+
 def from_sharegpt(turn):
     """A turn with `from` and `value` as one with `role` and `content`; others as they are.
 
@@ -126,14 +136,15 @@ def from_sharegpt(turn):
     if "value" not in turn:
         raise Unusable("a message without 'value'")
     role, value = turn["from"], turn["value"]
+    marks = {key: turn[key] for key in TRAIN_MARKS if key in turn}
     if not isinstance(role, str) or role.lower() != "function_call":
-        return {"role": role, "content": value}
+        return {"role": role, "content": value, **marks}
     try:
         calls = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError:
         raise Unusable("the value of a function_call turn is no JSON") from None
     calls = calls if isinstance(calls, list) else [calls]
-    return {"role": "assistant", "content": None, "tool_calls": calls}
+    return {"role": "assistant", "content": None, "tool_calls": calls, **marks}
 
 
 def _clean_message(message) -> Message:

@@ -15,13 +15,17 @@ follows the content of its turn as JSON in a line of its own.
 """
 
 import json
+import re
 from collections.abc import Callable
+from datetime import datetime
+from functools import cache
+from inspect import signature
 from itertools import count
 from os.path import commonprefix
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from stages.base.errors import InputError
+from stages.base.errors import BadKnob, InputError
 from stages.text.messages import REASONING_FIELDS, Message, Unusable
 
 PLAIN_TEMPLATE = (
@@ -43,7 +47,13 @@ REASONING_TAGS = {
     "</reasoning>": "<reasoning>",
     "[/THINK]": "[THINK]",
 }
+# Keys of tokenizer_config.json under which prepare_model says how to render.
+DATE, OPTIONS = "chat_template_date", "chat_template_options"
+CLOCK = "strftime_now"
+DIRECTIVES = "aAbBcdDeFfGhHIjmMpRSTuUVwWxXyYZz"
+NO_DATE = "2000-01-01"  # of a folder that prepare_model did not write: no two days differ
 OTHER_CALL = "call_number_{}_of_this_row"
+OTHER_REASONING = "reasoning_of_this_row"
 
 
 class WithTools:
@@ -61,26 +71,72 @@ class WithTools:
     def apply_chat_template(self, messages, **options):
         return self._tokenizer.apply_chat_template(messages, tools=self._tools, **options)
 
+    def get_chat_template(self):
+        return self._tokenizer.get_chat_template(tools=self._tools)
+
+
+def record_template(tokenizer, date: str, options: dict) -> None:
+    """Note in a tokenizer with which date and options its chat template is to be rendered.
+
+    They are saved with it, so that every later stage renders alike. A template that prints no date
+    gets none. BadKnob for an option of which the template takes no notice.
+    """
+    template = str(tokenizer.chat_template or "")
+    for name in options:
+        ours = name in signature(tokenizer.apply_chat_template).parameters
+        if ours or not re.search(rf"\b{re.escape(name)}\b", template):
+            raise BadKnob(
+                "model.template_options",
+                f"found {name!r}, of which the chat template takes no notice",
+            )
+    recorded = {DATE: date if CLOCK in template else None, OPTIONS: options or None}
+    for key, value in recorded.items():
+        tokenizer.init_kwargs.pop(key, None)
+        if value is not None:
+            tokenizer.init_kwargs[key] = value
+
 
 def render(tokenizer, messages: list[Message], *, header: bool = False) -> str:
     """Text of clean messages; with `header`, what opens the next assistant turn follows.
 
     Raises Unusable where the template refuses the messages, InputError where it is broken itself.
     """
-    plain = {}
+    options = tokenizer.init_kwargs.get(OPTIONS) or {}
+    clock = CLOCK in str(tokenizer.chat_template)
     if not tokenizer.chat_template:
-        plain = {"chat_template": PLAIN_TEMPLATE, "write_bos": adds_bos(tokenizer)}
+        options = {"chat_template": PLAIN_TEMPLATE, "write_bos": adds_bos(tokenizer)}
+    elif clock:
+        stopped = stopped_clock(tokenizer.init_kwargs.get(DATE) or NO_DATE)
+        options = {**options, "chat_template": stopped + tokenizer.get_chat_template()}
     try:
         text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=header, **plain
+            messages, tokenize=False, add_generation_prompt=header, **options
         )
     except TemplateSyntaxError as error:
-        raise InputError(f"the chat template is broken at line {error.lineno}: {error}") from error
+        line = error.lineno - clock
+        raise InputError(f"the chat template is broken at line {line}: {error}") from error
     except (TemplateError, TypeError) as error:
         reason = (str(error).splitlines() or ["no reason given"])[0][:200]
         raise Unusable(f"the chat template refuses it: {reason}") from error
     check_unicode(text)
     return text
+
+
+@cache
+def stopped_clock(date: str) -> str:
+    """A line of Jinja in which `strftime_now` always says this date (ISO), at midnight.
+
+    transformers hands a template the real one, and no function of ours.
+    """
+    day = datetime.fromisoformat(date)
+    shown = {f"%{letter}": day.strftime(f"%{letter}") for letter in DIRECTIVES}
+    shown |= {f"%-{letter}": str(int(shown[f"%{letter}"])) for letter in "dmyHIMSj"}
+    return (
+        f"{{%- macro {CLOCK}(format) -%}}{{%- set said = namespace(text=format) -%}}"
+        f"{{%- for sign, shown in {json.dumps(list(shown.items()))} -%}}"
+        "{%- set said.text = said.text.replace(sign, shown) -%}{%- endfor -%}"
+        "{{- said.text -}}{%- endmacro %}\n"
+    )
 
 
 def tools_unseen(tokenizer, messages: list[Message], tools: list[dict] | None) -> bool:
@@ -154,6 +210,16 @@ def adapt(tokenizer, messages: list[Message]) -> list[Message]:
     return [_with_opening_tag(tokenizer, message) for message in messages]
 
 
+def check_reasoning_shown(tokenizer, messages: list[Message]) -> None:
+    """Unusable where the template leaves out what the last message, an answer, says in reasoning.
+
+    That of earlier turns is left out by design of many templates.
+    """
+    other = _with_reasoning(messages[-1], OTHER_REASONING)
+    if other != messages[-1] and OTHER_REASONING not in render(tokenizer, [*messages[:-1], other]):
+        raise Unusable("the chat template does not show reasoning")
+
+
 def mark_for(text: str) -> str:
     """A character that does not occur in the text."""
     return next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in text)
@@ -225,6 +291,18 @@ def _check_calls_shown(tokenizer, messages: list[Message]) -> None:
     text = render(tokenizer, [_with_functions(message, other) for message in messages])
     if not all(OTHER_CALL.format(number) in text for number in range(next(numbers))):
         raise Unusable("the chat template does not show tool calls")
+
+
+def _with_reasoning(message: Message, word: str) -> Message:
+    """The message with `word` in place of its reasoning, in a field or between tags."""
+    fields = {key: word for key in REASONING_FIELDS if str(message.get(key) or "").strip()}
+    content = message["content"]
+    for closing, opening in REASONING_TAGS.items():
+        before, found, after = content.partition(closing)
+        plan = before.rpartition(opening)[2].strip()
+        if found and plan:
+            content = before[: before.rindex(plan)] + word + closing + after
+    return {**message, **fields, "content": content}
 
 
 def _calling(word: str) -> Message:

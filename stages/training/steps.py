@@ -27,6 +27,11 @@ class NonFinite(InputError):
     )
 
 
+def stop_of(loss: float, place: str = "") -> NonFinite:
+    """What `nonfinite: stop` raises for a loss; `place` names the rows at fault where known."""
+    return NonFinite(f"{place}the loss is {loss}; nonfinite: stop. Nothing was saved")
+
+
 @dataclass(frozen=True)
 class StepFigures:
     """loss (sum over micro-batches), gradient norm before clipping (L2), micro-batches left out."""
@@ -85,7 +90,7 @@ def update(
     for loss in losses:
         if not torch.isfinite(loss):
             if nonfinite == "stop":
-                raise NonFinite(f"the loss is {loss.item()}; nonfinite: stop. Nothing was saved")
+                raise stop_of(loss.item())
             skipped += 1
             continue
         if loss.requires_grad:

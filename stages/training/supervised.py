@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from stages.base.command import progress
 from stages.base.randomness import seed_everything
 from stages.training.batching import plan_epoch
+from stages.training.saving import Saver, restore, tensors_of
 from stages.training.steps import adamw, ema, rate_of_update, update
 
 
@@ -34,6 +37,8 @@ class Fit:
 
     loss_of     (micro-batch of rows, divisor) -> its part of the step's loss, a scalar
     divisor_of  (rows of an optimizer step) -> the divisor, by which the loss is divided once
+    unit        what the divisor counts: tokens, pairs
+    more_of     (divisor) -> further figures of the step that was just taken
     """
 
     accelerator: Accelerator
@@ -43,6 +48,8 @@ class Fit:
     recipe: Recipe
     loss_of: Callable[[list[dict], int], Tensor]
     divisor_of: Callable[[list[dict]], int]
+    unit: str
+    more_of: Callable[[int], dict] = lambda divisor: {}
 
     def plan(self) -> list[list[list[int]]]:
         """Row numbers of each micro-batch of each optimizer step, epoch after epoch."""
@@ -54,39 +61,55 @@ class Fit:
             for step in plan_epoch(self.lengths, *sizes, recipe.seed, recipe.stage, epoch)
         ]
 
-    def steps(self) -> Iterator[dict]:
-        """Train, yielding step, loss, loss_ema, lr, grad_norm, count and skipped of each update.
+    def run(self, log: Callable[[dict], None], saver: Saver | None = None) -> list[dict]:
+        """Train; returns one row of figures per optimizer step, each logged as it comes."""
+        records = []
+        bar = progress(self.steps(saver), self.recipe.stage, len(self.plan()))
+        for record in bar:
+            records.append(record)
+            log(record)
+            shown = {"loss": record["loss_ema"], "accuracy": record.get("accuracy")}
+            bar.tell(record[self.unit], self.unit, **shown)
+        return records
 
-        The model is in training mode meanwhile and in evaluation mode afterwards.
+    def steps(self, saver: Saver | None = None) -> Iterator[dict]:
+        """Train, yielding step, loss, loss_ema, lr, grad_norm, skipped, the unit and more of each.
+
+        With a saver a training that was cut off goes on: the steps that it took are yielded again,
+        without being taken. The model is in training mode meanwhile, in evaluation mode afterwards.
         """
         recipe, plan = self.recipe, self.plan()
         optimizer = adamw(self.model, recipe.lr, recipe.weight_decay)
+        models = {"model": (optimizer, self.model)}
         seed_everything(recipe.seed, recipe.stage, "dropout")
+        found = saver.found() if saver else None
+        records = found.values["records"] if found else []
+        if found:
+            restore(models, found.tensors)
         self.model.train()
-        average = None
-        for done, step in enumerate(plan):
-            batches = [[self.rows[i] for i in batch] for batch in step]
-            count = self.divisor_of([row for batch in batches for row in batch])
-            lr = rate_of_update(done, recipe.lr, recipe.warmup_steps, len(plan))
-            with self.accelerator.autocast():
-                losses = (self.loss_of(batch, count) for batch in batches)
-                result = update(
-                    self.accelerator,
-                    self.model,
-                    optimizer,
-                    losses,
-                    lr,
-                    recipe.max_norm,
-                    recipe.nonfinite,
-                )
-            average = ema(average, result.loss)
-            yield {
-                "step": done + 1,
-                "loss": result.loss,
-                "loss_ema": average,
-                "lr": lr,
-                "grad_norm": result.grad_norm,
-                "count": count,
-                "skipped": result.skipped,
-            }
+        yield from records
+        for done, step in enumerate(plan[len(records) :], start=len(records)):
+            records.append(self._step(optimizer, step, done, len(plan), records[-1:]))
+            yield records[-1]
+            if saver:
+                saver.after_step(len(records), partial(tensors_of, models), {"records": records})
         self.model.eval()
+
+    def _step(self, optimizer, step: list[list[int]], done: int, total: int, last: list) -> dict:
+        """One optimizer step after `done` of `total`; `last` holds the record before it."""
+        recipe, batches = self.recipe, [[self.rows[i] for i in batch] for batch in step]
+        divisor = self.divisor_of([row for batch in batches for row in batch])
+        lr = rate_of_update(done, recipe.lr, recipe.warmup_steps, total)
+        with self.accelerator.autocast():
+            losses = (self.loss_of(batch, divisor) for batch in batches)
+            limits = (recipe.max_norm, recipe.nonfinite)
+            result = update(self.accelerator, self.model, optimizer, losses, lr, *limits)
+        return {
+            "step": done + 1,
+            "loss": result.loss,
+            "loss_ema": ema(last[0]["loss_ema"] if last else None, result.loss),
+            "lr": lr,
+            "grad_norm": result.grad_norm,
+            "skipped": result.skipped,
+            self.unit: divisor,
+        } | self.more_of(divisor)

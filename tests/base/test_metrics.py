@@ -6,7 +6,7 @@ import math
 import pytest
 
 from stages.base.errors import InputError
-from stages.base.metrics import growing_curve, read_json, strict, write_json
+from stages.base.metrics import Means, growing_curve, read_json, strict, write_json
 
 NAN, INFINITY = math.nan, math.inf
 
@@ -86,3 +86,13 @@ def test_a_curve_of_a_stage_that_fails_is_no_output(tmp_path):
         add({"step": 1})
         add({"step": 2, "surplus": 3})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_running_means_leave_out_what_could_not_be_measured():
+    means = Means()
+    for score, right in ((0.5, True), (None, None), (1.5, False), (4.0, False)):
+        means.add(score=score, right=right, never=None)
+    assert means.of("score") == 2.0 and means.of("right") == pytest.approx(1 / 3)
+    assert means.of("never") is None and means.of("unheard of") is None
+    assert means.known() == {"score": 2.0, "right": pytest.approx(1 / 3)}
+    assert means.counts == {"score": 3, "right": 3}

@@ -319,6 +319,9 @@ def test_gaps_branches_and_any_order_of_rounds_are_fine(accepted, rounds):
     assert accepted("report", rounds=rounds).rounds == rounds
 
 
+RIGHT_ALONE = {"correctness": 1.0, "format": None, "length": None, "reward_model": None}
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -330,6 +333,16 @@ def test_gaps_branches_and_any_order_of_rounds_are_fine(accepted, rounds):
             "ppo_epochs: found 2, but loss reinforce has no ratio",
         ),
         ({"kl_estimator": "k1"}, "kl_estimator: found 'k1', but the KL goes into the loss"),
+        *(
+            ({"loss": loss, "kl_estimator": kind}, f"kl_estimator: found '{kind}', but the KL goes")
+            for loss in ("ppo", "rloo", "reinforce")
+            for kind in ("k2", "k3")
+        ),
+        ({"kl_placement": "reward", "kl_estimator": "k3"}, "kl_estimator: found 'k3', but the KL"),
+        (
+            {"loss": "maxrl", "kl_placement": "reward", "rewards": RIGHT_ALONE},
+            "kl_placement: found 'reward', but loss maxrl needs rewards of at least 0",
+        ),
         (
             {"loss": "ppo", "kl_estimator": "k1", "kl_placement": "loss"},
             "kl_estimator: found 'k1'",
@@ -353,6 +366,11 @@ def test_knobs_that_do_not_fit_together_are_named(complaint, changes, expected):
         {"loss": "grpo", "critic": None},
         {"kl_estimator": "k1", "kl_placement": "reward"},
         {"kl_estimator": "k1", "beta": 0.0},
+        {"kl_estimator": "k3", "loss": "rloo", "beta": 0.0},
+        {"kl_estimator": "k2", "loss": "rloo", "kl_placement": "loss"},
+        {"kl_placement": "reward"},
+        {"loss": "maxrl", "kl_placement": "reward", "beta": 0.0, "rewards": RIGHT_ALONE},
+        {"loss": "maxrl", "kl_placement": "loss", "rewards": RIGHT_ALONE},
         {"loss": "ppo", "kl_estimator": "k1"},
     ],
 )

@@ -43,7 +43,7 @@ SMALL = {
     "loss": "grpo",
     "loss_aggregation": "default",
     "kl_placement": "default",
-    "kl_estimator": "k3",
+    "kl_estimator": "default",
     "beta": 0.01,
     "critic": "reward_model",
     "ppo_epochs": 1,

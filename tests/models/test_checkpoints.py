@@ -9,8 +9,10 @@ from transformers import AutoModelForCausalLM
 from stages.base.errors import InputError
 from stages.base.tokenizers import load_tokenizer
 from stages.models.checkpoints import load_policy, load_scorer, new_scorer
+from stages.models.scorers import scores
 from stages.sources.published import load_foreign
 from stages.text.chat import stop_token_ids
+from stages.training.sft import loss_share
 from stages.training.steps import adamw, update
 from tests.conftest import forget_code
 from tests.helpers.models import (
@@ -375,3 +377,61 @@ def test_a_checkpoint_in_half_precision_is_trained_in_float32(make, tmp_path):
     assert json.loads((tmp_path / "trained" / "config.json").read_text())["dtype"] == "float32"
     foreign, _ = load_foreign(str(folder), None, False)
     assert {p.dtype for p in foreign.parameters()} == {torch.float32}
+
+
+# The pad id.
+
+
+def learned(model, losses) -> dict[str, torch.Tensor]:
+    """Weights of a model after a step of AdamW on each loss."""
+    optimizer = adamw(model, 1e-2, 0.0)
+    for loss in losses:
+        update(cpu_accelerator(), model, optimizer, [loss(model)], 1e-2, 1.0, "stop")
+    return weights_of(model)
+
+
+def sft_loss(model):
+    """Of two rows of unequal length, in which every id below 8 stands and counts."""
+    rows = [{"input_ids": ids, "labels": ids} for ids in ([5, 0, 1, 2, 3, 4, 5], [2, 6, 7, 0])]
+    return loss_share(model, rows, 9)
+
+
+def score_loss(model):
+    return scores(model, [[5, 0, 1], [2]], [[2, 3, 4], [6, 7]]).sum()
+
+
+@pytest.mark.parametrize("pad", [0, 2, 5, 200])
+@pytest.mark.parametrize("tied", [True, False])
+def test_n15_weights_after_sft_do_not_depend_on_which_id_pads(tied, pad, tmp_path):
+    model, tokenizer = llama(vocabulary=SIZE, tied=tied), byte_tokenizer()
+    before = weights_of(model)["model.embed_tokens.weight"]
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
+    loaded = load_policy(saved(tmp_path / "base", model, tokenizer), "sdpa", CPU)
+    assert loaded.config.pad_token_id == pad
+    found = learned(loaded, [sft_loss, sft_loss])
+    assert same_weights(found, learned(model, [sft_loss, sft_loss]))
+    moved = (found["model.embed_tokens.weight"] - before).abs().amax(1)[:8]
+    assert (moved > 1e-3).all()
+
+
+@pytest.mark.parametrize("pad", [0, 2, 200])
+def test_n15_nor_do_those_of_a_reward_model_or_critic(pad, tmp_path):
+    policy, tokenizer = llama(vocabulary=SIZE), byte_tokenizer()
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
+    folder = saved(tmp_path / "base", policy, tokenizer)
+    torch.manual_seed(3)
+    scorer = new_scorer(folder, "sdpa", CPU)
+    loaded = load_scorer(saved(tmp_path / "rm", scorer, tokenizer), "sdpa", CPU)
+    plain = llama_scorer(vocabulary=SIZE)  # knows of no pad id
+    plain.load_state_dict(scorer.state_dict())
+    expected = learned(plain, [score_loss, score_loss])
+    assert same_weights(learned(scorer, [score_loss, score_loss]), expected)
+    assert same_weights(learned(loaded, [score_loss, score_loss]), expected)
+
+
+def test_n15_the_embedding_of_a_foreign_models_pad_id_learns(tmp_path):
+    folder = saved(tmp_path / "base", llama(vocabulary=SIZE, tied=False))
+    loaded, _ = load_foreign(str(folder), None, False)
+    before = weights_of(loaded)["model.embed_tokens.weight"]
+    found = learned(loaded, [sft_loss])["model.embed_tokens.weight"]
+    assert loaded.config.pad_token_id == 0 and (found[0] != before[0]).any()

@@ -38,9 +38,8 @@ def settings(loss: str, **options) -> Settings:
             "objective": objective,
             "aggregation": objective.aggregation,
             "kl_placement": objective.kl_placement,
-            "clip": Clip(0.2, 0.2, 1.0, 1.05),
-            "clip_eps_val": 0.2,
-            "vf_coef": 0.5,
+            "clip": Clip(0.2, 0.28, 1.0, 1.05),
+            "clip_eps_val": 0.15,
             "gamma": 1.0,
             "lam": 0.95,
             "beta": 0.0,
@@ -52,7 +51,7 @@ def settings(loss: str, **options) -> Settings:
             "train_batch_size": 100,
             "batch_acc": 1,
             "lr": 1e-2,
-            "lr_critic": 1e-2,
+            "lr_critic": 2e-2,
             "warmup_steps": 0,
             "decay_steps": None,
             "max_norm": 1e6,
@@ -165,6 +164,31 @@ def test_rloo_targets_by_hand_with_the_kl_of_the_whole_completion_in_the_reward(
     close(found.advantages, [[0.875, 0.875], [-0.875], [2.5], [-2.5, -2.5]])
 
 
+@pytest.mark.parametrize(
+    ("estimator", "sums"),
+    [("k1", [0.5, 0.25, 0.0, 1.0]), ("k2", [0.125, 0.03125, 0.0, 0.5])],
+)
+def test_the_kl_in_the_reward_is_by_the_estimator_asked_for(estimator, sums):
+    found = make_targets(hand_rows(), settings("rloo", beta=0.5, kl_estimator=estimator))
+    rewards = [r - 0.5 * kl for r, kl in zip([1.0, 0.0, 3.0, 1.0], sums, strict=True)]
+    assert found.rewards.tolist() == pytest.approx(rewards)
+    rows = hand_rows(values_old=[[0.0, 0.0], [0.0], [0.0], [0.0, 0.0]])
+    chosen = settings("ppo", beta=0.5, kl_estimator=estimator, lam=1.0)
+    firsts = [part[0].item() for part in make_targets(rows, chosen).returns]
+    assert firsts == pytest.approx(rewards)
+
+
+def test_the_kl_in_the_loss_is_by_the_estimator_asked_for():
+    rows, beta = make_buffer(llama(), **SIX), 0.3
+    for estimator, of in (("k2", lambda x: x * x / 2), ("k3", lambda x: math.exp(-x) - 1 + x)):
+        with_kl = run("dapo", rows, beta=beta, kl_estimator=estimator)
+        without = run("dapo", rows, beta=0.0)
+        pairs = [p for r in rows for p in zip(r["log_probs_old"], r["log_probs_ref"], strict=True)]
+        mean = sum(of(new - ref) for new, ref in pairs) / 23
+        gap = with_kl.records[0].policy.loss - without.records[0].policy.loss
+        assert gap == pytest.approx(beta * mean, rel=1e-3)
+
+
 def test_beta_zero_needs_no_reference():
     rows = hand_rows(log_probs_ref=[None] * 4)
     close(
@@ -239,6 +263,16 @@ def test_rates_continue_from_the_steps_done_before():
     assert [record.lr for record in made.records] == pytest.approx([5e-5, 7.5e-5, 1e-4, 1e-4])
 
 
+def test_rates_of_policy_and_critic_fall_along_their_cosines_to_the_last_step():
+    options = {"ppo_epochs": 4, "warmup_steps": 1, "decay_steps": 5, "lr": 1e-4, "lr_critic": 3e-4}
+    made = run("ppo", step=1, **options)
+    # Steps 2 to 5 of 6 (the one after the last has rate 0), 1 of them a warm-up.
+    falling = [0.5 * (1 + math.cos(math.pi * part / 5)) for part in (1, 2, 3, 4)]
+    assert [record.lr for record in made.records] == pytest.approx([1e-4 * f for f in falling])
+    rates = {name: o.param_groups[0]["lr"] for name, o in made.optimizers.items()}
+    assert rates == pytest.approx({"policy": 1e-4 * falling[-1], "critic": 3e-4 * falling[-1]})
+
+
 def test_entropy_and_kl_to_the_reference_are_means_over_a_rows_tokens():
     policy = llama()
     rows = make_buffer(policy, **SIX)
@@ -267,7 +301,7 @@ def plain_policy_loss(policy, rows, targets, chosen: Settings) -> torch.Tensor:
                 term = -advantage * new[t]
             else:
                 ratio = torch.exp(new[t] - old)
-                term = -min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                term = -min(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
             if chosen.beta and chosen.kl_placement == "loss":
                 x = row["log_probs_ref"][t] - new[t]
                 term = term + chosen.beta * (torch.exp(x) - 1 - x)
@@ -306,16 +340,16 @@ def test_a_step_has_the_loss_and_the_gradient_of_slow_plain_passes(loss, beta, m
 @each_pair
 def test_the_critic_has_the_loss_and_the_gradient_of_slow_plain_passes(make, make_critic):
     rows = make_buffer(make(), **SIX)
-    made = run("ppo", rows, make=make, make_critic=make_critic, train_batch_size=4, batch_acc=2)
+    options = {"aggregation": "seq-mean-token-sum", "train_batch_size": 4, "batch_acc": 2}
+    made = run("ppo", rows, make=make, make_critic=make_critic, **options)
     critic, total = make_critic(seed=7), 0.0
     for i, row in enumerate(rows):
         for t, old in enumerate(row["values_old"]):
             ids = torch.tensor([row["prompt_ids"] + row["completion_ids"][:t]])
             value = critic(input_ids=ids, use_cache=False).logits[0, 0]
             wanted = made.targets.returns[i][t].item()
-            clipped = old + (value - old).clamp(-0.2, 0.2)
+            clipped = old + (value - old).clamp(-0.15, 0.15)
             total = total + 0.5 * max((value - wanted) ** 2, (clipped - wanted) ** 2) / 23
-    total = 0.5 * total
     total.backward()
     assert made.records[0].critic.loss == pytest.approx(total.item(), rel=1e-4)
     assert made.records[0].critic.grad_norm == pytest.approx(norm_of(critic), rel=1e-3)
@@ -455,11 +489,46 @@ def test_groups_without_spread_move_nothing():
     assert same_weights(weights_of(policy), before)
 
 
-def test_a_loss_that_is_not_finite_stops_the_round():
+@pytest.mark.parametrize("loss", ["grpo", "ppo", "gspo"])
+def test_a_loss_that_is_not_finite_stops_the_round_with_its_row(loss):
+    rows = make_buffer(llama(), [1.0, 0.0, 0.25, 0.75, 0.0, 1.0], [3, 1, 8, 2, 4, 5])
+    rows[3]["log_probs_old"][1] = math.nan
+    with pytest.raises(NonFinite, match="^group 1, sample 1: the loss is nan; nonfinite: stop"):
+        run(loss, rows, train_batch_size=2, batch_acc=3)
+
+
+def test_a_value_loss_that_is_not_finite_stops_the_round_with_its_row():
     rows = make_buffer(llama(), **SIX)
-    rows[2]["log_probs_old"][3] = math.nan
-    with pytest.raises(NonFinite):
-        run("grpo", rows, train_batch_size=2, batch_acc=3)
+    rows[4]["values_old"][1] = math.nan
+    with pytest.raises(NonFinite, match="^group 2, sample 0: the loss is nan; nonfinite: stop"):
+        run("ppo", rows, gamma=0.0, lam=0.0)
+
+
+@each_objective
+@pytest.mark.parametrize("nonfinite", ["stop", "skip"])
+def test_n18_junk_in_an_unscorable_row_is_as_if_the_row_were_not_there(loss, nonfinite):
+    """Its mates of the same micro-batch are trained on, and nothing is skipped."""
+    rewards = [1.0, 0.0, None, 0.25, None, 0.75]
+    rows, junk = (make_buffer(llama(), rewards, SIX["lengths"], size=3) for _ in "ab")
+    for i in (2, 4):
+        junk[i]["log_probs_old"][0], junk[i]["log_probs_ref"][0] = -200.0, 300.0
+        junk[i]["values_old"][0] = 1e30
+    options = {"beta": 0.2, "train_batch_size": 3, "nonfinite": nonfinite, "ppo_epochs": 2}
+    wanted, got = run(loss, rows, **options), run(loss, junk, **options)
+    assert got.records == wanted.records and same_weights(got.weights(), wanted.weights())
+    assert [record.policy.skipped for record in got.records] == [0] * 4
+
+
+@each_objective
+@pytest.mark.parametrize("nonfinite", ["stop", "skip"])
+def test_n18_one_overflowing_ratio_neither_stops_a_round_nor_outweighs_it(loss, nonfinite):
+    for row in range(6):
+        rows = make_buffer(llama(), [1.0, 0.0, 0.5, 0.5, 0.0, 1.0], SIX["lengths"])
+        rows[row]["log_probs_old"][0] = -200.0
+        made = run(loss, rows, train_batch_size=2, batch_acc=3, nonfinite=nonfinite)
+        assert made.records[0].policy.skipped == 0
+        assert abs(made.records[0].policy.loss) < 300 and made.records[0].policy.grad_norm < 1000
+        assert all(weight.isfinite().all() for weight in made.weights().values())
 
 
 def test_under_skip_the_other_micro_batches_are_trained_on_and_the_bad_one_counted():
@@ -494,7 +563,7 @@ def test_old_values_stay_the_buffers_over_all_epochs():
     critic = llama_scorer(seed=7)
     with torch.no_grad():
         critic.score.weight.zero_()
-    options = {"lam": 1.0, "vf_coef": 1.0, "ppo_epochs": 30, "lr_critic": 3e-3, "lr": 1e-5}
+    options = {"lam": 1.0, "clip_eps_val": 0.2, "ppo_epochs": 30, "lr_critic": 3e-3, "lr": 1e-5}
     made = Run(policy, critic, rows, settings("ppo", **options))
     losses = [record.critic.loss for record in made.records]
     assert losses[0] == pytest.approx(0.5)

@@ -163,6 +163,57 @@ def test_a_nan_on_an_action_token_is_not_hidden(loss):
     assert loss(new, old, advantages, mask, CLIP)[0][0, 1].isnan()
 
 
+FAR = [200.0, 80.0, 8.0, -200.0]  # log-ratios: the first overflows float32
+
+
+@each_loss
+@pytest.mark.parametrize("far", FAR)
+@pytest.mark.parametrize("shape", ["token", "sequence"])
+def test_n18_a_token_of_advantage_0_is_as_if_it_were_not_there_whatever_its_ratio(loss, far, shape):
+    new, old, _, advantages, mask = batch()  # row 2 has an advantage of 0
+    place = (2, 0)
+    if shape == "token" and loss is not sequence_ratio_loss:
+        advantages, place = advantages.repeat(1, 6), (0, 3)
+        advantages[place] = 0.0
+    moved = old.clone()
+    moved[place] = new[place] - far
+    results = []
+    for log_probs_old in (old, moved):
+        leaf = new.clone().requires_grad_()
+        per_token, _ = loss(leaf, log_probs_old, advantages, mask, CLIP)
+        results.append((per_token.detach(), torch.autograd.grad(per_token.sum(), leaf)[0]))
+    for before, after in zip(*results, strict=True):
+        assert torch.equal(before, after)
+        if loss is not soft_gate_loss:
+            assert after[place] == 0.0
+
+
+@each_loss
+@pytest.mark.parametrize("far", FAR)
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+def test_n18_one_ratio_however_far_leaves_loss_and_gradient_finite_and_bounded(
+    loss, far, advantage
+):
+    new = torch.tensor([[-1.0, -2.0, -0.5]], requires_grad=True)
+    old = new.detach() - torch.tensor([[0.0, far, 0.0]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    per_token, clipped = loss(new, old, torch.tensor([[advantage]]), mask, CLIP)
+    gradient = torch.autograd.grad(per_token.sum(), new)[0]
+    assert per_token.isfinite().all() and per_token.abs().max() <= 2.0 * 100.001
+    assert gradient.isfinite().all() and gradient.abs().max() <= 2.0 * 100.001
+    if loss is clipped_ratio_loss and far > 5:
+        # Within the clip for A > 0, at the limit of 100 for A < 0; neither pulls on the policy.
+        wanted = -2.56 if advantage > 0 else 200.0
+        assert per_token[0, 1].item() == pytest.approx(wanted)
+        assert gradient[0, 1].item() == 0.0 and clipped[0].tolist() == [False, True, False]
+
+
+def test_a_negative_advantage_is_paid_in_full_up_to_the_limit_of_the_ratio():
+    assert one_token(clipped_ratio_loss, 99.0, -2.0) == pytest.approx((198.0, 198.0, False))
+    assert one_token(clipped_ratio_loss, 101.0, -2.0) == pytest.approx((200.0, 0.0, True))
+    assert one_token(sequence_ratio_loss, 101.0, -2.0) == pytest.approx((200.0, 0.0, True))
+
+
 @each_loss
 def test_advantages_of_0_give_no_gradient(loss):
     new, old, _, advantages, mask = batch()

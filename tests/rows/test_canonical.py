@@ -167,6 +167,25 @@ SYSTEMS = [
 ]
 
 
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
+def test_n13_marks_of_turns_that_are_not_to_be_trained_come_along_in_every_layout(mark):
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **mark}]
+    shares = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", **mark}]
+    rows = [
+        {"messages": turns},
+        {"messages": shares},
+        {"conversations": shares},
+        {"conversations": turns},
+        {"prompt": turns[:1], "completion": turns[1:]},
+        {"prompt": "q", "completion": shares[1:]},
+    ]
+    for row in rows:
+        assert only("sft", row)[1] == SftRow(messages=turns)
+    call = {"from": "function_call", "value": '{"name": "f", "arguments": {}}', **mark}
+    turn = only("sft", {"conversations": [shares[0], call]})[1].messages[1]
+    assert turn | mark == turn
+
+
 @pytest.mark.parametrize(("kind", "row"), SYSTEMS)
 def test_a_system_column_opens_the_conversation_in_every_format(kind, row):
     def opening(system):
@@ -314,6 +333,12 @@ def test_rows_stream():
 # Preferences ---------------------------------------------------------------------------------
 
 HUMAN = "\n\nHuman: q\n\nAssistant:"
+# As LLaMA-Factory's files have them.
+SAID = [
+    {"from": "human", "value": "q"},
+    {"from": "gpt", "value": "good"},
+    {"from": "gpt", "value": "bad"},
+]
 
 
 @pytest.mark.parametrize(
@@ -335,10 +360,25 @@ HUMAN = "\n\nHuman: q\n\nAssistant:"
         ),
         ({"chosen": "q good", "rejected": "q bad"}, "pair"),
         ({"prompt": None, "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "pair"),
+        ({"conversations": [SAID[0]], "chosen": SAID[1], "rejected": SAID[2]}, "sharegpt_pair"),
+        ({"conversations": SAID[:1], "chosen": SAID[1:2], "rejected": SAID[2:]}, "sharegpt_pair"),
+        ({"conversations": [USER], "chosen": GOOD, "rejected": BAD}, "sharegpt_pair"),
+        ({"prompt": "q", "chosen": SAID[1], "rejected": SAID[2]}, "prompted_pair"),
+        ({"prompt": SAID[:1], "chosen": GOOD, "rejected": BAD}, "prompted_pair"),
     ],
 )
 def test_every_preference_format_comes_to_the_same_pair(row, name):
     assert only("preferences", row) == (name, PreferenceRow([USER], [GOOD], [BAD]))
+
+
+def test_n22_a_sharegpt_pair_keeps_its_system_turn_its_history_and_its_margin():
+    history = [{"from": "system", "value": "s"}, SAID[0], SAID[1], SAID[0]]
+    row = {"conversations": history, "chosen": SAID[1], "rejected": SAID[2], "score": 2}
+    _, found = only("preferences", row, columns={"margin": "score"})
+    prompt = [{"role": "system", "content": "s"}, USER, GOOD, USER]
+    assert found == PreferenceRow(prompt, [GOOD], [BAD], 2.0)
+    _, found = only("preferences", row | {"chosen": {"from": "gpt"}})
+    assert found == Dropped("a message without 'value'")
 
 
 def test_a_shared_start_of_several_turns_is_the_prompt():

@@ -126,6 +126,24 @@ def test_a_save_to_disk_folder_is_read_with_its_split(tmp_path):
     assert read(tmp_path / "one", split="test") == expected
 
 
+@pytest.mark.parametrize("empty", [{"prompt": []}, {}])
+def test_n20_an_empty_split_stands_in_the_way_of_no_other(tmp_path, empty):
+    datasets = pytest.importorskip("datasets")
+    none, some = datasets.Dataset.from_dict(empty), datasets.Dataset.from_dict({"prompt": ["a"]})
+    datasets.DatasetDict(train=none, test=some, dev=some).save_to_disk(tmp_path / "three")
+    none.save_to_disk(tmp_path / "none")
+    assert read(tmp_path / "three", split="test") == [(1, {"prompt": "a"})]
+    for split, message in {
+        "train": "three/train: is empty, expected rows",
+        None: "three/train: is empty, expected rows",
+        "other": r"has no split 'other'; expected one of \['dev', 'test', 'train'\]",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            read(tmp_path / "three", split=split)
+    with pytest.raises(InputError, match="none: is empty, expected rows"):
+        read(tmp_path / "none", split="train")
+
+
 # Bad files -----------------------------------------------------------------------------------
 
 

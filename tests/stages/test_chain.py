@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from stages.base import command, params
 from stages.base.chunks import chunks
+from stages.base.environment import SAVE_MINUTES
+from stages.base.scratch import save_state
 from stages.base.tables import BUFFERS, ROLLOUTS, read_provenance
 from stages.knobs.optimize import Knobs as OptimizeKnobs
 from stages.knobs.rollout import Knobs as RolloutKnobs
@@ -36,6 +38,7 @@ from stages.rollouts.rewards import Rules
 from stages.rollouts.sampling import Sampling
 from stages.score import score as score_command
 from stages.score import total_reward
+from stages.training import saving
 from stages.training.steps import adamw
 from tests.helpers.models import (
     buffer_row,
@@ -340,3 +343,52 @@ def test_six_steps_in_one_go_are_two_and_two_and_two_through_saved_state(loss, k
     assert [(r.lr, r.policy, r.critic, r.kl) for r in got] == [
         (r.lr, r.policy, r.critic, r.kl) for r in wanted
     ]
+
+
+class Cut(Exception):
+    """The machine goes away."""
+
+
+def optimize_words(out: str) -> list[str]:
+    words = "--round 2 --buffer buffers/2.parquet --policy models/policy/1 --reward-model models/rm"
+    words += f" --out {out}/model --updates {out}/updates.parquet --curve {out}/curve.csv"
+    return [*words.split(), "--figures", f"{out}/figures.json"]
+
+
+def files_in(folder: str) -> dict[str, bytes]:
+    root = Path(folder)
+    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("changes", [{"loss": "ppo"}, {"loss": "grpo", "target_kl": 1e-9}])
+def test_a_round_that_is_cut_off_goes_on_and_ends_at_the_same_bytes(project, monkeypatch, changes):
+    """With PPO's critic, or where the KL stops the epochs: the check is made where it was due."""
+    prepare(project, "llama", **changes)
+    monkeypatch.setenv(SAVE_MINUTES, "0.0000001")
+    through_files()
+    whole = CliRunner().invoke(optimize_command, optimize_words("whole"))
+    assert whole.exit_code == 0, whole.output
+    steps = len(Path("whole/curve.csv").read_text().splitlines()) - 1
+    assert steps == (2 if "target_kl" in changes else 4)
+    for step in range(1, steps + 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(saving, "save_state", cutting(step))
+            cut = CliRunner().invoke(optimize_command, optimize_words(f"cut{step}"))
+        assert isinstance(cut.exception, Cut) and not Path(f"cut{step}/model").exists()
+        result = CliRunner().invoke(optimize_command, optimize_words(f"cut{step}"))
+        assert f"optimize-2: goes on after step {step} (" in result.output, result.output
+        assert files_in(f"cut{step}") == files_in("whole")
+    assert not list(Path(".scratch").glob("*"))
+
+
+def cutting(after: int):
+    """save_state, and the end once so many states are saved."""
+    left = [after]
+
+    def save(*arguments):
+        save_state(*arguments)
+        left[0] -= 1
+        if not left[0]:
+            raise Cut
+
+    return save

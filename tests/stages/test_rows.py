@@ -3,13 +3,20 @@
 Names such as n16 are those of the project's list of faults.
 """
 
+import datetime
 import json
 import shutil
 
+import pyarrow.parquet as pq
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel, MptConfig
+from transformers.utils import chat_template_utils
 
 from stages.base.tables import PAIRS, SFT, write_table
-from tests.helpers.stage import refuse, succeed
+from stages.models.tiny import CHATML, byte_tokenizer
+from stages.text.positions import positions_of
+from tests.helpers.models import NO_SPECIAL_IDS
+from tests.helpers.stage import figures, refuse, succeed
 
 LONG = {"prompt": "a" * 600, "completion": "b" * 600, "chosen": "b" * 600, "rejected": "c" * 600}
 
@@ -147,3 +154,141 @@ def test_n09_one_prompt_with_an_answer_is_enough_and_ones_own_verifier_is_truste
 def test_n09_the_embedded_task_is_looked_at_as_well(empty):
     message = refuse(empty, "prepare_task", verifier="numeric")
     assert "  prompts: task: verifier numeric needs 'answer' with a number" in message
+
+
+# What a base model brings: positions, a template that prints the date, options of a template.
+
+
+def table(folder, name):
+    return pq.read_table(folder / "data" / f"{name}.parquet").to_pylist()
+
+
+def brought(folder, template=CHATML, **config):
+    """A tiny GPT-2 as a model folder under models/source; the knob's value for it."""
+    tokenizer = byte_tokenizer(64)
+    tokenizer.chat_template = template
+    place = folder / "models" / "source" / "mine"
+    sizes = {"vocab_size": len(tokenizer), "n_embd": 8, "n_layer": 1, "n_head": 2, **NO_SPECIAL_IDS}
+    GPT2LMHeadModel(GPT2Config(**sizes | {"n_positions": 96} | config)).save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return {"model__source": "models/source/mine"}
+
+
+def test_n10_rows_and_pairs_are_cut_at_the_models_positions_and_counted(empty):
+    # ChatML of the tiny tokenizer: a header, the bytes and <|im_end|> for a turn, a line break.
+    succeed(empty, "prepare_model", **brought(empty, n_positions=48))
+    short, long = {"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": "a" * 60}
+    rows = source(empty, short, long, {"prompt": "q" * 60, "completion": "a"})
+    output = succeed(empty, "tokenize_sft", sft__dataset=rows)
+    assert "sft.max_length: 512, but models/base has 48 positions: rows are cut there" in output
+    found = figures(empty, "tokenize_sft")
+    assert (found["kept"], found["truncated"], found["dropped"]) == (2, 1, 1)
+    assert [len(row["input_ids"]) for row in table(empty, "sft")] == [8, 48]
+    pair = {"prompt": "q", "chosen": "a" * 60, "rejected": "b"}
+    rows = source(empty, pair, pair | {"prompt": "q" * 60})
+    output = succeed(empty, "tokenize_preferences", preferences__dataset=rows)
+    assert "preferences.max_length: 512, but models/base has 48 positions" in output
+    (row,) = table(empty, "preferences/pairs")
+    assert len(row["prompt_ids"]) + len(row["chosen_ids"]) == 48
+    found = figures(empty, "tokenize_preferences")
+    assert (found["truncated"], found["dropped"]) == (1, 1)
+
+
+def test_n10_a_max_length_below_the_positions_stays_and_nothing_is_said(empty):
+    succeed(empty, "prepare_model", **brought(empty, n_positions=48))
+    rows = source(empty, {"prompt": "q", "completion": "a" * 60})
+    for length in (20, 48):
+        output = succeed(empty, "tokenize_sft", sft__dataset=rows, sft__max_length=length)
+        assert "positions" not in output
+        assert [len(row["input_ids"]) for row in table(empty, "sft")] == [length]
+
+
+def test_n10_positions_go_by_many_names():
+    assert positions_of(GPT2Config(n_positions=7)) == 7
+    assert positions_of(MptConfig(max_seq_len=9)) == 9
+
+    class Unlimited(GPT2Config):
+        attribute_map = {}
+
+    assert positions_of(Unlimited()) is None
+    assert positions_of(Unlimited(max_position_embeddings=-1)) is None
+
+
+DATED = "Today is {{ strftime_now('%d %b %Y') }} ({{ strftime_now('%A, %-d %B') }})." + CHATML
+
+
+class Clock(datetime.datetime):
+    """A clock that stands at another day each time that somebody looks."""
+
+    day = 0
+
+    @classmethod
+    def now(cls, tz=None):
+        cls.day += 1
+        return datetime.datetime(2031, 1, 1) + datetime.timedelta(days=cls.day)
+
+
+@pytest.mark.parametrize("stage", ["tokenize_sft", "tokenize_preferences"])
+def test_n06_a_template_that_prints_the_date_gives_the_same_bytes_every_day(
+    empty, monkeypatch, stage
+):
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+    knobs = brought(empty, DATED) | {"model__date": "2024-07-06"}
+    rows = source(empty, {"prompt": "q", "completion": "a", "chosen": "a", "rejected": "b"})
+    knobs |= {"sft__dataset": rows, "preferences__dataset": rows}
+    out = {"tokenize_sft": "sft", "tokenize_preferences": "preferences/pairs"}[stage]
+    written = []
+    for _ in range(2):
+        for each in ("prepare_model", stage):
+            succeed(empty, each, **knobs)
+        written.append((empty / "data" / f"{out}.parquet").read_bytes())
+    assert written[0] == written[1]
+    ids = table(empty, out)[0]
+    text = byte_tokenizer(64).decode(ids.get("input_ids") or ids["prompt_ids"])
+    assert text.startswith("Today is 06 Jul 2024 (Saturday, 6 July).<|im_start|>user\nq")
+
+
+def test_n06_a_model_that_was_saved_again_keeps_the_date_and_the_knob_changes_it(empty):
+    knobs = brought(empty, DATED)
+    succeed(empty, "prepare_model", **knobs)
+    for number, date in enumerate(["2026-01-01", "1999-12-31"]):
+        if number:
+            shutil.rmtree(empty / "models" / "source")
+            shutil.copytree(empty / "models" / "base", empty / "models" / "source" / "mine")
+            succeed(empty, "prepare_model", **knobs, model__date=date)
+        config = json.loads((empty / "models" / "base" / "tokenizer_config.json").read_text())
+        assert config["chat_template_date"] == date
+
+
+def test_n06_a_template_that_prints_no_date_has_none_recorded(base):
+    config = json.loads((base / "models" / "base" / "tokenizer_config.json").read_text())
+    assert not [key for key in config if key.startswith("chat_template_")]
+
+
+@pytest.mark.parametrize("date", ["2026-02-30", "today", "2026-1-1", "20260101"])
+def test_n06_a_date_that_is_none_is_refused(empty, date):
+    assert "model.date" in refuse(empty, "prepare_model", model__date=date)
+
+
+BLOCK = "('<think></think>' if enable_thinking is defined and not enable_thinking else '')"
+THINKING = CHATML.replace(
+    "message['content']", f"({BLOCK} if message.role == 'assistant' else '') + message['content']"
+).replace("assistant\\n' }}", f"assistant\\n' + {BLOCK} }}}}")
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_thinking": True}, {"enable_thinking": False}])
+def test_n22_options_of_a_template_are_a_knob_that_every_stage_obeys(empty, options):
+    knobs = brought(empty, THINKING) | {"model__template_options": options}
+    rows = source(empty, {"prompt": "q", "chosen": "a", "rejected": "b"})
+    for stage in ("prepare_model", "tokenize_preferences"):
+        succeed(empty, stage, **knobs, preferences__dataset=rows)
+    (row,) = table(empty, "preferences/pairs")
+    shown = byte_tokenizer(64).decode(row["prompt_ids"])
+    assert shown.endswith("<think></think>") is (options == {"enable_thinking": False})
+
+
+@pytest.mark.parametrize("name", ["enable_thinkin", "tools", "tokenize", "add_generation_prompt"])
+def test_n22_an_option_that_the_template_does_not_know_is_refused(empty, name):
+    knobs = brought(empty, THINKING) | {"model__template_options": {name: False}}
+    message = refuse(empty, "prepare_model", **knobs)
+    assert f"params.yaml: model.template_options: found '{name}', of which" in message

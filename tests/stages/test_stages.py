@@ -580,6 +580,65 @@ def test_all_groups_dropped_by_dynamic_sampling_is_a_clear_failure(copy):
     assert not (copy / "data" / "rollouts" / "round-1.parquet").exists()
 
 
+def prompts_with_answers(folder, answers):
+    """The task's prompts, the first `answers` of them with their answers and no other."""
+    path = folder / "data" / "source" / "some.jsonl"
+    found = lines(folder / "data" / "task" / "prompts.jsonl")[:4]
+    kept = [
+        {"prompt": r["prompt"]} | ({"answer": "x"} if i < answers else {})
+        for i, r in enumerate(found)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    return {"prompts__dataset": "data/source/some.jsonl", "verifier": "always_right:check"}
+
+
+ALWAYS_RIGHT = "def check(text, answer, entry):\n    return None if answer is None else 1.0\n"
+
+
+@pytest.mark.parametrize(("answers", "accuracy"), [(2, 1.0), (0, None)])
+def test_n21_accuracy_is_over_what_can_be_scored(copy, answers, accuracy):
+    (copy / "data" / "source" / "always_right.py").write_text(ALWAYS_RIGHT)
+    knobs = prompts_with_answers(copy, answers)
+    succeed(copy, "rollout@1", **knobs)
+    assert figures(copy, "rollout/1")["accuracy"] == accuracy
+    asked = {f"evaluate__{key.partition('__')[2]}": knobs[key] for key in ("prompts__dataset",)}
+    verifier = {"verifier": knobs["verifier"], "evaluate__split": "train"}
+    succeed(copy, "evaluate@1", **asked, **verifier)
+    for name in ("accuracy_sampled", "accuracy_greedy", "reward_correctness"):
+        assert figures(copy, "evaluate/1")[name] == accuracy
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (0, "all 4 groups were dropped by dynamic_sampling: their prompts have no answer that the"),
+        (
+            3,
+            "1 have no answer that the verifier can check; expected prompts with answers; of the"
+            " other 3 the completions are all right or all wrong; raise dynamic_sampling",
+        ),
+    ],
+)
+def test_n21_groups_that_nothing_can_score_are_not_called_right_or_wrong(copy, answers, expected):
+    (copy / "data" / "source" / "always_right.py").write_text(ALWAYS_RIGHT)
+    message = refuse(copy, "rollout@1", dynamic_sampling=1, **prompts_with_answers(copy, answers))
+    assert expected in message
+    assert (answers == 0) == ("all right or all wrong" not in message)
+
+
+def test_n21_groups_without_any_reward_count_in_no_share(copy):
+    """Of four groups one has no reward, one is all alike, two have spread."""
+
+    def change(row):
+        if row["group"] < 2:
+            return {"reward": None if row["group"] == 0 else 0.5}
+        return {"reward": float(row["sample"])}
+
+    rewritten(copy, change)
+    succeed(copy, "optimize@1")
+    assert figures(copy, "optimize/1")["groups_without_spread"] == pytest.approx(1 / 3)
+
+
 FIRST_SAMPLE_WINS = """
 seen = {}
 
@@ -970,11 +1029,76 @@ def test_a_model_of_nan_is_never_saved_even_where_every_loss_is_left_out(copy, s
     assert not output.exists() and not list(output.parent.glob(".*"))
 
 
-def test_a_buffer_that_makes_the_loss_nan_ends_with_exit_code_1_and_no_model(copy):
+def test_a_buffer_that_makes_the_loss_infinite_ends_with_the_row_and_no_model(copy):
+    """The reference finds a token sure that the policy does not: k3 overflows."""
     shutil.rmtree(copy / "models" / "policy" / "1")
-    rewritten(copy, lambda row: {"log_probs_old": [float("nan")] * len(row["log_probs_old"])})
-    assert "the loss is nan; nonfinite: stop. Nothing was saved" in refuse(copy, "optimize@1")
+
+    def change(row):
+        tokens = len(row["log_probs_ref"])
+        chosen = (row["group"], row["sample"]) == (2, 1)
+        return {"log_probs_ref": [200.0] * tokens} if chosen else {}
+
+    rewritten(copy, change)
+    message = refuse(copy, "optimize@1")
+    assert "group 2, sample 1: the loss is inf; nonfinite: stop. Nothing was saved" in message
     assert not (copy / "models" / "policy" / "1").exists()
+
+
+EDITS = {
+    "optimize@1": ("data/buffers/round-1.parquet", "data/buffers/round-1.parquet: its metadata"),
+    "score@1": ("data/rollouts/round-1.parquet", "data/rollouts/round-1.parquet: its metadata"),
+}
+
+
+@pytest.mark.parametrize("stage", EDITS)
+def test_n17_a_table_that_lost_its_metadata_is_refused_before_a_model_loads(copy, stage):
+    path, expected = EDITS[stage]
+    pq.write_table(pq.read_table(copy / path).slice(0, 4), copy / path)
+    shutil.rmtree(copy / "models")
+    message = refuse(copy, stage)
+    assert f"{expected} lost 'provenance' with 'prompt_cursor'" in message
+
+
+def edited(folder, name, schema, row_number, **changes):
+    """A table with some columns of one row changed; its metadata stays."""
+    path = folder / "data" / f"{name}.parquet"
+    made, found = tables.read_provenance(path), rows(folder, name)
+    found[row_number] |= changes
+    tables.write_table(path, schema, found, made)
+
+
+WRONG = [
+    ("optimize@1", "buffers/round-1", {"log_probs_ref": [-1.0] * 99}, "'log_probs_ref' has 99"),
+    ("optimize@1", "buffers/round-1", {"log_probs_old": None}, "'log_probs_old' holds nan"),
+    ("optimize@1", "buffers/round-1", {"prompt_ids": [9999]}, "holds the id 9999, but models/sft"),
+    ("score@1", "rollouts/round-1", {"prompt_ids": [9999]}, "holds the id 9999, but models/rm"),
+    ("score@1", "rollouts/round-1", {"prompt_ids": []}, "'prompt_ids' is empty"),
+    ("train_rm", "preferences/train", {"chosen_ids": []}, "'chosen_ids' is empty"),
+    ("train_rm", "preferences/validation", {"rejected_ids": [9999]}, "holds the id 9999"),
+    ("train_sft", "sft", {"input_ids": [1, 9999], "labels": [1, 2]}, "holds the id 9999"),
+    ("train_sft", "sft", {"labels": [1]}, "'labels' has 1 entries"),
+    ("split_preferences", "preferences/pairs", {"chosen_ids": []}, "'chosen_ids' is empty"),
+]
+SCHEMAS = {"buffers": tables.BUFFERS, "rollouts": tables.ROLLOUTS, "sft": tables.SFT}
+
+
+@pytest.mark.parametrize(("stage", "name", "changes", "expected"), WRONG)
+def test_n17_numbers_that_no_stage_wrote_are_refused_by_file_and_row(
+    copy, stage, name, changes, expected
+):
+    schema = SCHEMAS.get(name.partition("/")[0], tables.PAIRS)
+    if changes == {"log_probs_old": None}:
+        length = len(rows(copy, name)[3]["log_probs_old"])
+        changes = {"log_probs_old": [float("nan")] * length}
+    edited(copy, name, schema, 3, **changes)
+    message = refuse(copy, stage)
+    assert f"data/{name}.parquet: row 3: " in message and expected in message
+
+
+def test_a_rollout_without_rows_is_refused(copy):
+    path = copy / "data" / "rollouts" / "round-1.parquet"
+    tables.write_table(path, tables.ROLLOUTS, [], tables.read_provenance(path))
+    assert "round-1.parquet: no rows" in refuse(copy, "score@1")
 
 
 def test_an_old_policy_stays_where_its_update_fails(copy):

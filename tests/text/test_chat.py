@@ -516,7 +516,7 @@ def test_an_answer_may_say_nothing_but_reasoning_where_the_template_shows_it():
     shown = "<think>\nplan\n</think>\n\n<|im_end|>"
     qwen, chatml = byte_tokenizer(QWEN3), byte_tokenizer(CHATML)
     assert trained(qwen, last(qwen, row)) == [shown]
-    unseen = Dropped("the chat template shows nothing of an answer")
+    unseen = Dropped("the chat template does not show reasoning")
     assert last(chatml, row) == every(chatml, row) == unseen
     assert encode_pair(chatml, row[:1], row[1:], talk("q", "a")[1:], None) == unseen
 
@@ -678,6 +678,206 @@ def test_c10_tool_answers_are_not_trained_on_and_calls_are():
     answer = "<think>\n\n</think>\n\nIt is sunny.<|im_end|>"
     assert trained(tokenizer, row) == [call, answer]
     assert "sunny\n</tool_response>" in tokenizer.decode(row.input_ids)
+
+
+ONE_TURN = (
+    "{%% for m in messages %%}{%% if m.role == 'user' %%}<|user|>{{ m.content }}<|end|>"
+    "{%% elif m.role == 'assistant' %%}%s"
+    "{%% else %%}%s{%% endif %%}{%% endfor %%}"
+    "{%% if add_generation_prompt%s %%}<|assistant|>{%% endif %%}"
+)
+CALLS = "{% for c in m.tool_calls or [] %}call {{ c.function.name }};{% endfor %}"
+LOOK_BACK = "loop.index0 and messages[loop.index0 - 1].role == 'tool'"
+RESULT = "result {{ m.content }};"
+# Templates that print a call, its result and the answer in one turn of the assistant.
+ONE_TURNS = {
+    "calls open the turn": (
+        f"{{% if m.tool_calls %}}<|assistant|>{CALLS}"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}",
+        RESULT,
+    ),
+    "the first message opens the turn": (
+        f"{{% if not ({LOOK_BACK}) %}}<|assistant|>{{% endif %}}{CALLS}{{{{ m.content }}}}"
+        "{% if not m.tool_calls %}<|im_end|>{% endif %}",
+        RESULT,
+    ),
+    "the result is trimmed": (
+        f"{{% if m.tool_calls %}}<|assistant|>{CALLS}"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}",
+        "result {{ (m.content + ' ') | trim }};",
+    ),
+    "the result is quoted": (
+        f"{{% if m.tool_calls %}}<|assistant|>{CALLS}"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}",
+        "result {{ m.content | tojson }};",
+    ),
+    "the result depends on the call": (
+        f"{{% if m.tool_calls %}}<|assistant|>{CALLS}"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}",
+        f"{{% if messages[loop.index0 - 1].tool_calls %}}{RESULT}{{% endif %}}",
+    ),
+    "the call fetches the result": (
+        f"{{% if m.tool_calls %}}<|assistant|>{CALLS}{{% if not loop.last %}}"
+        "result {{ messages[loop.index].content }};{% endif %}"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}",
+        "",
+    ),
+}
+ASKED = [
+    said("user", "q"),
+    said("assistant", "", tool_calls=[{"function": {"name": "calc", "arguments": {}}}]),
+    said("tool", "SECRET"),
+    said("assistant", "two"),
+]
+
+
+@pytest.mark.parametrize("header", ["", " and messages[-1].role != 'tool'"])
+@pytest.mark.parametrize("merges", [0, 60])
+@pytest.mark.parametrize("name", ONE_TURNS)
+def test_n12_what_a_tool_says_within_the_assistants_turn_is_not_trained(name, merges, header):
+    tokenizer = byte_tokenizer(ONE_TURN % (*ONE_TURNS[name], header), merges=merges)
+    answers = ["call calc;", "two<|im_end|>"]
+    assert trained(tokenizer, every(tokenizer, ASKED)) == answers
+    assert trained(tokenizer, last(tokenizer, ASKED)) == answers[1:]
+    again = [*ASKED, said("user", "more"), *ASKED[1:]]
+    assert trained(tokenizer, every(tokenizer, again)) == answers * 2
+    assert trained(tokenizer, last(tokenizer, again)) == answers[1:]
+
+
+def test_n12_several_results_within_a_turn_are_not_trained_and_every_call_is():
+    tokenizer = byte_tokenizer(ONE_TURN % (*ONE_TURNS["calls open the turn"], ""))
+    messages = [*ASKED[:3], said("tool", "OTHER"), *ASKED[1:3], said("assistant", "three")]
+    assert trained(tokenizer, every(tokenizer, messages)) == [
+        *["call calc;"] * 2,
+        "three<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize("merges", [0, 60])
+def test_n12_a_result_printed_with_the_answer_behind_the_header_is_not_trained(merges):
+    turn = f"<|assistant|>{{% if {LOOK_BACK} %}}result {{{{ messages[loop.index0 - 1].content }}}};"
+    template = ONE_TURN % (turn + "{% endif %}" + CALLS + "{{ m.content }}<|im_end|>", "", "")
+    tokenizer = byte_tokenizer(template, merges=merges)
+    row = every(tokenizer, ASKED)
+    assert trained(tokenizer, row) == ["call calc;<|im_end|>", "two<|im_end|>"]
+    assert trained(tokenizer, last(tokenizer, ASKED)) == ["two<|im_end|>"]
+
+
+def test_n12_a_result_that_cannot_be_told_from_the_call_drops_the_row():
+    turn = (
+        f"<|assistant|>{CALLS}{{{{ m.content }}}}"
+        "{% if m.tool_calls %}result {{ messages[loop.index].content }};{% endif %}<|im_end|>"
+    )
+    tokenizer = byte_tokenizer(ONE_TURN % (turn, "", ""))
+    assert isinstance(every(tokenizer, ASKED), Dropped)
+    assert trained(tokenizer, last(tokenizer, ASKED)) == ["two<|im_end|>"]
+
+
+# Turns marked as not to train -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
+@pytest.mark.parametrize("template", [CHATML, LLAMA2, GEMMA, None])
+def test_n13_a_marked_turn_is_not_trained(template, mark):
+    tokenizer = byte_tokenizer(template, bos="<s>")
+    turns = talk("q1", "a1", "q2", "a2", "q3", "a3")
+    whole = every(tokenizer, turns)
+    texts = trained(tokenizer, whole)
+    for number in (0, 1):
+        marked = [m | mark if m["content"] == f"a{number + 1}" else m for m in turns]
+        row = every(tokenizer, marked)
+        assert row.input_ids == whole.input_ids
+        assert trained(tokenizer, row) == [t for i, t in enumerate(texts) if i != number]
+    marked = [*turns[:-1], turns[-1] | mark]
+    assert every(tokenizer, marked) == every(tokenizer, turns[:4])
+
+
+@pytest.mark.parametrize("mark", [{"weight": 1}, {"train": True}, {"weight": 1.0}, {"train": None}])
+def test_n13_other_marks_change_nothing(mark):
+    tokenizer = byte_tokenizer(CHATML)
+    turns = talk("q1", "a1", "q2", "a2")
+    assert every(tokenizer, [m | mark for m in turns]) == every(tokenizer, turns)
+
+
+@pytest.mark.parametrize(
+    ("train_on", "messages", "reason"),
+    [
+        (
+            "last_assistant",
+            [*talk("q", "a", "q"), said("assistant", "b", weight=0)],
+            "no answer to",
+        ),
+        (
+            "all_assistants",
+            [said("user", "q"), said("assistant", "a", train=False)],
+            "no answer to",
+        ),
+        ("all", [said("user", "q", train=False), said("assistant", "a")], "train_on is all"),
+        (
+            "last_assistant",
+            [said("user", "q"), said("assistant", "a", weight=0.5)],
+            "0.5, expected 0",
+        ),
+        (
+            "all_assistants",
+            [said("user", "q"), said("assistant", "a", train="no")],
+            "'no', expected",
+        ),
+    ],
+)
+def test_n13_a_row_with_nothing_to_train_or_an_odd_mark_is_dropped(train_on, messages, reason):
+    row = encode_conversation(byte_tokenizer(CHATML), messages, train_on, None)
+    assert isinstance(row, Dropped) and reason in row.reason
+
+
+# Reasoning that a template drops --------------------------------------------------------------
+
+
+CUTS_REASONING = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+UNSEEN = Dropped("the chat template does not show reasoning")
+
+
+@pytest.mark.parametrize(
+    ("template", "answer"),
+    [
+        (CUTS_REASONING, said("assistant", "<think>\nplan\n</think>\n\ntwo")),
+        (CUTS_REASONING, said("assistant", "plan</think>two")),
+        (CUTS_REASONING, said("assistant", "two", reasoning_content="plan")),
+        (CHATML, said("assistant", "two", reasoning_content="plan")),
+        (CHATML, said("assistant", "two", reasoning="plan")),
+        (CHATML, said("assistant", "two", thinking="plan")),
+        (None, said("assistant", "two", reasoning_content="plan")),
+    ],
+)
+def test_n14_reasoning_that_the_template_leaves_out_drops_the_row_with_the_reason(template, answer):
+    tokenizer = byte_tokenizer(template)
+    question = [said("user", "q")]
+    for row in (last, every):
+        assert row(tokenizer, [*question, answer]) == UNSEEN
+    assert encode_conversation(tokenizer, [*question, answer], "all", None) == UNSEEN
+    other = [said("assistant", "three")]
+    assert encode_pair(tokenizer, question, [answer], other, None) == UNSEEN
+    assert encode_pair(tokenizer, question, other, [answer], None) == UNSEEN
+
+
+@pytest.mark.parametrize(
+    ("template", "answer"),
+    [
+        (CHATML, said("assistant", "<think>\nplan\n</think>\n\ntwo")),
+        (CHATML, said("assistant", "plan</think>two")),
+        (CUTS_REASONING, said("assistant", "<think>\n\n</think>\n\ntwo")),
+        (CUTS_REASONING, said("assistant", "two", reasoning_content=" ")),
+        (QWEN3, said("assistant", "two", thinking="plan")),
+        (QWEN3, said("assistant", "<think>\nplan\n</think>\n\ntwo")),
+        (NAIVE_REASONING, said("assistant", "<think>\nplan\n</think>\n\ntwo")),
+    ],
+)
+def test_n14_reasoning_that_is_shown_or_empty_keeps_the_row(template, answer):
+    tokenizer = byte_tokenizer(template)
+    for row in (last, every):
+        assert trained(tokenizer, row(tokenizer, [said("user", "q"), answer]))[0].endswith(
+            "two<|im_end|>"
+        )
 
 
 def test_c10_a_call_without_text_does_not_repeat_the_text_before_it():

@@ -1,3 +1,4 @@
+import math
 import os
 import socket
 
@@ -167,6 +168,16 @@ def test_only_matrices_are_decayed():
     step(model, [0 * model.weight.sum() + 0 * model.matrix.sum()], optimizer, lr=0.1)
     assert model.weight.item() == 1.0
     assert model.matrix.item() == pytest.approx(0.95)
+
+
+def test_adamw_moves_as_its_paper_says_with_betas_of_09_and_095():
+    model = vector(1.0)
+    optimizer, w, m, v = adamw(model, 0.1, 0.5), 1.0, 0.0, 0.0
+    for number, slope in enumerate((1.0, 3.0, -0.5), start=1):
+        step(model, [slope * model.weight.sum()], optimizer, lr=0.1)
+        m, v = 0.9 * m + 0.1 * slope, 0.95 * v + 0.05 * slope**2
+        w -= 0.1 * (m / (1 - 0.9**number)) / (math.sqrt(v / (1 - 0.95**number)) + 1e-8)
+        assert model.weight.item() == pytest.approx(w, rel=1e-5)
 
 
 def test_weights_that_are_not_finite_are_found():

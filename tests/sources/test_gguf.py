@@ -48,7 +48,7 @@ def tensors(model):
             yield "output_norm.weight", weight
 
 
-def write_gguf(path, model, tokenizer):
+def write_gguf(path, model, tokenizer, change=lambda named: named):
     config, words = model.config, tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     # The loader wants this name among the tokens, and at least one merge.
     words[-2:] = ["<|endoftext|>", words[100] + words[101]]
@@ -69,7 +69,7 @@ def write_gguf(path, model, tokenizer):
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_pad_token_id(tokenizer.eos_token_id)
     writer.add_chat_template(tokenizer.chat_template)
-    for name, weight in tensors(model):
+    for name, weight in change(dict(tensors(model))).items():
         writer.add_tensor(name, np.ascontiguousarray(weight))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -103,3 +103,43 @@ def test_a_gguf_file_that_is_none_is_named(tmp_path):
     path.write_bytes(b"no model")
     with pytest.raises(InputError, match=r"model.source: cannot load .*model\.gguf"):
         load_foreign(str(path), None, False)
+
+
+def gguf_of(tmp_path, model, change=lambda named: named):
+    """A GGUF file whose named tensors are those that `change` makes of a model's."""
+    path = tmp_path / "model.gguf"
+    write_gguf(path, model, byte_tokenizer(), change)
+    return path
+
+
+def refused(path, *words):
+    with pytest.raises(InputError) as error:
+        load_foreign(str(path), None, False)
+    assert [word for word in words if word not in str(error.value)] == [], error.value
+    assert "\n" not in str(error.value)
+
+
+def test_n02_a_gguf_file_that_lacks_a_weight_is_refused(tmp_path):
+    lost = "blk.1.ffn_down.weight"
+    model = llama(vocabulary=len(byte_tokenizer()))
+    path = gguf_of(tmp_path, model, lambda named: {n: w for n, w in named.items() if n != lost})
+    refused(path, "no weights for model.layers.1.mlp.down_proj.weight; expected every weight")
+
+
+@pytest.mark.parametrize(
+    "name", ["rope_freqs.weight", "blk.1.ffn_down.bias", "blk.2.ffn_up.weight"]
+)
+def test_n02_a_gguf_file_of_which_a_weight_would_be_left_out_is_refused(name, tmp_path):
+    """`rope_freqs` scales the positions of Llama 3; transformers reads past it."""
+    model = llama(vocabulary=len(byte_tokenizer()))
+    more = {name: np.ones(4, dtype=np.float32)}
+    named = name if name == "rope_freqs.weight" else "of its blocks"
+    count = sum(parameter.numel() for parameter in model.parameters())
+    path = gguf_of(tmp_path, model, lambda tensors: tensors | more)
+    refused(path, f"hold {count + 4} numbers, expected {count}", named)
+
+
+def test_n02_a_gguf_file_with_a_nan_is_refused(tmp_path):
+    model = llama(vocabulary=len(byte_tokenizer()))
+    model.model.norm.weight.data[3] = float("nan")
+    refused(gguf_of(tmp_path, model), "model.norm.weight holds NaN")

@@ -1,0 +1,130 @@
+"""A training that can be cut off: when its state is saved, and what that state is.
+
+Whatever a training loop carries from one update to the next is in a state: weights, moments, the
+random generators, the records so far. The loops are those of supervised.py and of stages/rl.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+import torch
+import transformers
+from torch import Tensor, nn
+
+from stages.base.environment import save_seconds
+from stages.base.scratch import State, Work, drop_states, load_state, save_state
+
+Models = Mapping[str, tuple[torch.optim.Optimizer, nn.Module]]
+
+
+class Saver:
+    """Saves the state of one piece of work every so often, and before a signal ends the stage."""
+
+    def __init__(self, work: Work):
+        self.work, self.seconds = work, save_seconds()
+        self._began = self._last = time.monotonic()
+        self._signal = None
+
+    def found(self) -> State | None:
+        """The state that a cut-off run of the same work left, said in one line."""
+        state = load_state(self.work) if self.seconds else None
+        if state:
+            self._began -= state.values["seconds"]
+            minutes = state.values["seconds"] / 60
+            click.echo(
+                f"{self.work.stage}: goes on after step {state.step} ({minutes:.1f} min saved)"
+            )
+        return state
+
+    def after_step(self, step: int, tensors: Callable[[], dict], values: dict) -> None:
+        """Save, where it is time: what `tensors()` gives, and plain values.
+
+        After a signal the state is saved and the stage ends.
+        """
+        if not self.seconds:
+            return
+        now = time.monotonic()
+        if self._signal is None and now - self._last < self.seconds:
+            return
+        values = values | {"seconds": now - self._began}
+        save_state(self.work, State(step, tensors(), values))
+        self._last = time.monotonic()
+        if self._signal is not None:
+            raise SystemExit(128 + self._signal)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Hear SIGTERM and SIGINT inside; a second one ends the stage at once."""
+        if not self.seconds:
+            yield
+            return
+        before = {}
+
+        def heard(number: int, frame) -> None:
+            self._signal = number
+            for other, handler in before.items():
+                signal.signal(other, handler)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            before[number] = signal.signal(number, heard)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def done(self) -> None:
+        """Remove what was saved: the outputs are written."""
+        if self.seconds:
+            drop_states(self.work)
+
+
+def work_of(stage: str, inputs: list[Path], knobs, device: torch.device) -> Work:
+    """The piece of work of a stage: what it reads, its knobs, its libraries and its device."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    facts = {
+        "knobs": knobs.model_dump(mode="json"),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": [str(device), gpu, torch.backends.cpu.get_cpu_capability()],
+        "threads": torch.get_num_threads(),
+    }
+    return Work(stage, inputs, facts)
+
+
+def tensors_of(models: Models) -> dict[str, Tensor]:
+    """Weights, moments and random generators, each a tensor of its own."""
+    found = {"random/cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        found["random/cuda"] = torch.cuda.get_rng_state()
+    for name, (optimizer, model) in models.items():
+        for key, weight in model.named_parameters():
+            found[f"{name}/weight/{key}"] = weight.detach()
+            for entry, value in optimizer.state.get(weight, {}).items():
+                found[f"{name}/{entry}/{key}"] = value
+    return {key: value.cpu().clone() for key, value in found.items()}
+
+
+@torch.no_grad()
+def restore(models: Models, tensors: Mapping[str, Tensor]) -> None:
+    """Put back what `tensors_of` took; the models and optimizers are those of the same work."""
+    torch.set_rng_state(tensors["random/cpu"])
+    if "random/cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random/cuda"])
+    for name, (optimizer, model) in models.items():
+        for key, weight in model.named_parameters():
+            weight.copy_(tensors[f"{name}/weight/{key}"])
+            for entry in ("step", "exp_avg", "exp_avg_sq"):
+                if (value := tensors.get(f"{name}/{entry}/{key}")) is not None:
+                    # The step count too: the fused AdamW wants it beside the weights.
+                    optimizer.state[weight][entry] = value.to(weight.device, copy=True)
+
+
+def parts_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with `name/`, without it."""
+    start = f"{name}/"
+    return {key.removeprefix(start): t for key, t in tensors.items() if key.startswith(start)}

@@ -1,0 +1,295 @@
+"""A training that is cut off goes on where it was, and ends at the bytes of an undisturbed one."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from stages.base import command
+from stages.base.environment import SAVE_MINUTES, SCRATCH
+from stages.base.scratch import save_state
+from stages.base.tables import PAIRS, SCORED_PAIRS, SFT, write_table
+from stages.models.checkpoints import save_model
+from stages.train_direct import train_direct
+from stages.train_rm import train_rm
+from stages.train_sft import train_sft
+from stages.training import saving
+from tests.helpers.models import byte_tokenizer, gpt2, random_ids
+from tests.helpers.tiny import ROOT, small_params, write
+
+TRAINING = {"epochs": 3, "train_batch_size": 2, "batch_acc": 2, "lr": 3e-3, "warmup_steps": 3}
+SECTIONS = ("sft", "rm", "direct")
+CHANGES = {f"{s}__{name}": value for s in SECTIONS for name, value in TRAINING.items()}
+CHANGES |= {"sft__drop_last": True, "nonfinite": "skip"}
+EVERY_STEP = "0.0000001"
+
+COMMANDS = {
+    "train_sft": "--data data/sft.parquet --base models/base",
+    "train_rm": "--train data/pairs.parquet --validation data/pairs.parquet --sft models/base",
+    "train_direct": "--train data/scored.parquet --validation data/scored.parquet"
+    " --policy models/base",
+}
+STAGES = {"train_sft": train_sft, "train_rm": train_rm, "train_direct": train_direct}
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder with params.yaml, a model with dropout and rows of every kind."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "stop_with_parent", lambda: None)
+    monkeypatch.setenv(SAVE_MINUTES, EVERY_STEP)
+    monkeypatch.delenv(SCRATCH, raising=False)
+    threads = torch.get_num_threads()
+    (tmp_path / "data" / "source").mkdir(parents=True)
+    tokenizer = byte_tokenizer()
+    (tmp_path / "models" / "base").mkdir(parents=True)
+    model = gpt2(vocabulary=len(tokenizer), dropout=0.2)
+    save_model(tmp_path / "models" / "base", model, tokenizer)
+    rows = {"sft": [], "pairs": [], "scored": []}
+    for i in range(11):
+        prompt, chosen, rejected = random_ids(i, 2 + i % 3, 2 + i % 2, 1 + i % 4)
+        labels = [-100] * len(prompt) + chosen
+        rows["sft"].append({"input_ids": prompt + chosen, "labels": labels})
+        pair = {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected, "margin": 0.0}
+        rows["pairs"].append(pair)
+        scores = {"log_probs_ref_chosen": chosen, "log_probs_ref_rejected": rejected}
+        rows["scored"].append(pair | {k: [-1.0 - j for j in v] for k, v in scores.items()})
+    for name, schema in (("sft", SFT), ("pairs", PAIRS), ("scored", SCORED_PAIRS)):
+        write_table(tmp_path / "data" / f"{name}.parquet", schema, rows[name], {})
+    set_knobs(tmp_path)
+    yield tmp_path
+    torch.set_num_threads(threads)
+
+
+def set_knobs(folder: Path, **changes) -> None:
+    write(folder / "params.yaml", small_params(**CHANGES | changes))
+
+
+def words(stage: str, name: str) -> list[str]:
+    outputs = f"--out {name}/model --curve {name}/curve.csv --figures {name}/figures.json"
+    return [*COMMANDS[stage].split(), *outputs.split()]
+
+
+def run(stage: str, name: str):
+    return CliRunner().invoke(STAGES[stage], words(stage, name))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+class Cut(Exception):
+    """The machine goes away."""
+
+
+@pytest.fixture
+def saves(monkeypatch):
+    """Set `saves.left` to cut a training off after so many saved states; None: never."""
+
+    class Saves:
+        left = None
+
+        def __call__(self, *arguments):
+            save_state(*arguments)
+            if self.left is not None:
+                self.left -= 1
+                if self.left == 0:
+                    self.left = None
+                    raise Cut
+
+    found = Saves()
+    monkeypatch.setattr(saving, "save_state", found)
+    return found
+
+
+def cut_off(saves, stage: str, name: str, after: int) -> None:
+    saves.left = after
+    assert isinstance(run(stage, name).exception, Cut)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_training_cut_off_anywhere_ends_at_the_bytes_of_an_undisturbed_one(project, stage, saves):
+    assert run(stage, "whole").exit_code == 0
+    assert not list(project.glob(".scratch/*"))
+    for step in (1, 3, 5):
+        name = f"cut{step}"
+        cut_off(saves, stage, name, step)
+        assert not (project / name / "model").exists()
+        result = run(stage, name)
+        assert result.exit_code == 0, result.output
+        assert f"{stage}: goes on after step {step} (" in result.output
+        assert content(project / name) == content(project / "whole")
+        assert not list(project.glob(".scratch/*"))
+
+
+def test_a_training_cut_off_twice_in_a_row_loses_nothing(project, saves):
+    assert run("train_sft", "whole").exit_code == 0
+    cut_off(saves, "train_sft", "cut", 2)
+    cut_off(saves, "train_sft", "cut", 1)
+    result = run("train_sft", "cut")
+    assert "goes on after step 3" in result.output
+    assert content(project / "cut") == content(project / "whole")
+
+
+def test_at_most_two_states_are_kept(project, saves):
+    cut_off(saves, "train_sft", "cut", 4)
+    found = [path.name for path in project.glob(".scratch/*/step-*")]
+    assert sorted(found) == ["step-000000003", "step-000000004"]
+
+
+def newest(folder: Path) -> Path:
+    return max(folder.glob(".scratch/*/step-*"))
+
+
+def cut_short(path: Path) -> None:
+    file = path / "state.safetensors"
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+def one_byte(path: Path) -> None:
+    data = bytearray((path / "state.safetensors").read_bytes())
+    data[-5] ^= 1
+    (path / "state.safetensors").write_bytes(data)
+
+
+def no_json(path: Path) -> None:
+    (path / "state.json").write_text("{")
+
+
+def other_key(path: Path) -> None:
+    file = path / "state.json"
+    file.write_text(file.read_text().replace('"key": "', '"key": "0'))
+
+
+@pytest.mark.parametrize("fault", [cut_short, one_byte, no_json, other_key])
+def test_a_damaged_state_is_passed_over_for_the_one_before_it(project, saves, fault):
+    assert run("train_sft", "whole").exit_code == 0
+    cut_off(saves, "train_sft", "cut", 4)
+    fault(newest(project))
+    result = run("train_sft", "cut")
+    assert "step-000000004: a saved state that cannot be used" in result.output
+    assert "goes on after step 3" in result.output
+    assert content(project / "cut") == content(project / "whole")
+
+
+CHANGED = {
+    "a knob": lambda folder: set_knobs(folder, sft__lr=4e-3),
+    "an input": lambda folder: set_rows(folder),
+    "a model": lambda folder: edit(folder / "models" / "base" / "generation_config.json"),
+}
+
+
+def set_rows(folder: Path) -> None:
+    rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}] * 8
+    write_table(folder / "data" / "sft.parquet", SFT, rows, {})
+
+
+def edit(path: Path) -> None:
+    path.write_text(path.read_text() + "\n")
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_other_work_never_goes_on_from_this_one(project, saves, change):
+    cut_off(saves, "train_sft", "cut", 3)
+    CHANGED[change](project)
+    result = run("train_sft", "other")
+    assert result.exit_code == 0 and "goes on" not in result.output
+    # What was cut off is kept until it is stale.
+    assert [path.name for path in project.glob(".scratch/*/step-*")]
+
+
+def test_edited_code_is_other_work(project, saves, monkeypatch):
+    cut_off(saves, "train_sft", "cut", 3)
+    copy = project / "steps.py"
+    copy.write_text(Path(sys.modules["stages.training.steps"].__file__).read_text() + "# edited\n")
+    monkeypatch.setattr(sys.modules["stages.training.steps"], "__file__", str(copy))
+    assert "goes on" not in run("train_sft", "cut").output
+
+
+def test_an_input_that_changes_meanwhile_costs_the_state_not_the_run(project, saves):
+    saves.left = 2
+    folder = project / "models" / "base"
+    before = saving.save_state
+
+    def changing(work, state):
+        edit(folder / "generation_config.json")
+        save_state(work, state)
+
+    saving.save_state = changing
+    result = run("train_sft", "out")
+    saving.save_state = before
+    assert result.exit_code == 0
+    assert "an input changed while it ran; its state is not saved" in result.output
+    assert not list(project.glob(".scratch/*"))
+
+
+def test_a_full_disk_costs_the_state_not_the_run(project, monkeypatch):
+    free = type("Usage", (), {"free": 10})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: free)
+    result = run("train_sft", "out")
+    assert result.exit_code == 0 and "10 bytes are free" in result.output
+
+
+def test_a_scratch_that_cannot_be_written_costs_the_state_not_the_run(project, monkeypatch):
+    (project / "no").write_text("a file where the folder should be")
+    monkeypatch.setenv(SCRATCH, str(project / "no"))
+    result = run("train_sft", "out")
+    assert result.exit_code == 0 and "the state is not saved" in result.output
+
+
+def test_nothing_is_saved_where_it_is_switched_off_or_too_short(project, monkeypatch):
+    for minutes in ("0", "10"):
+        monkeypatch.setenv(SAVE_MINUTES, minutes)
+        monkeypatch.setattr(saving, "save_state", None)
+        assert run("train_sft", "out").exit_code == 0
+    assert not list(project.glob(".scratch*"))
+
+
+@pytest.mark.parametrize("text", ["ten", "-1", "nan", "inf"])
+def test_minutes_that_are_none_are_refused(project, monkeypatch, text):
+    monkeypatch.setenv(SAVE_MINUTES, text)
+    result = run("train_sft", "out")
+    assert result.exit_code == 1 and f"{SAVE_MINUTES}: found {text!r}" in result.output
+
+
+def test_the_scratch_can_lie_elsewhere_and_be_found_from_another_folder(
+    project, saves, monkeypatch, tmp_path_factory
+):
+    elsewhere = tmp_path_factory.mktemp("scratch")
+    monkeypatch.setenv(SCRATCH, str(elsewhere))
+    cut_off(saves, "train_sft", "cut", 3)
+    assert list(elsewhere.glob("train_sft-*/step-*")) and not (project / ".scratch").exists()
+    other = tmp_path_factory.mktemp("other")
+    for name in ("data", "models", "params.yaml"):
+        (project / name).rename(other / name)
+    monkeypatch.chdir(other)
+    assert "goes on after step 3" in run("train_sft", "cut").output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_saves_and_ends_the_stage_and_the_same_command_goes_on(project, number):
+    """SIGKILL cannot be heard: there the state saved last counts."""
+    set_knobs(project, sft__epochs=200)
+    assert run("train_sft", "whole").exit_code == 0
+    minutes = EVERY_STEP if number == signal.SIGKILL else "10"
+    environment = os.environ | {SAVE_MINUTES: minutes, "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, "-m", "stages.train_sft", *words("train_sft", "cut")]
+    process = subprocess.Popen(line, env=environment, text=True, stderr=subprocess.PIPE)
+    curve = project / "cut" / "curve.csv"
+    while not (curve.exists() and curve.read_text().count("\n") > 3):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert process.wait(timeout=30) == (-9 if number == signal.SIGKILL else 128 + number)
+    assert "Traceback" not in process.stderr.read()
+    assert not (project / "cut" / "model").exists()
+    done = subprocess.run(line, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0 and "goes on after step" in done.stdout, done.stderr
+    assert content(project / "cut") == content(project / "whole")
