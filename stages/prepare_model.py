@@ -16,6 +16,7 @@ import click
 import torch
 
 from stages.base import params
+from stages.base.clones import bring_sources
 from stages.base.command import Stage, paths, say
 from stages.base.errors import BadKnob
 from stages.base.files import replacing
@@ -24,11 +25,12 @@ from stages.base.randomness import seed_everything
 from stages.knobs.prepare_model import Knobs
 from stages.models import tiny
 from stages.models.checkpoints import load_policy, save_model
-from stages.models.forward import ROUTE, Route, positions_of
+from stages.models.forward import ROUTE, Route
 from stages.models.heads import check_scorer
 from stages.rollouts.guard import find_route
 from stages.sources.published import drop_balancing, load_foreign
 from stages.text.chat import stop_token_ids
+from stages.text.positions import positions_of
 from stages.text.templates import record_template
 
 
@@ -36,6 +38,7 @@ from stages.text.templates import record_template
 @paths("--source", "--out")
 def prepare_model(source: Path, out: Path) -> None:
     """Make or fetch the base model."""
+    bring_sources(params.SOURCE, source)
     knobs = params.load(Knobs)
     model, tokenizer = make_tiny(knobs) if knobs.model.source == "tiny" else fetch(knobs, source)
     record_template(tokenizer, knobs.model.date, knobs.model.template_options)

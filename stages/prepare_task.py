@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 
 from stages.base import params
+from stages.base.clones import bring_sources
 from stages.base.command import Stage, paths, say
 from stages.base.errors import InputError
 from stages.base.files import replacing
@@ -33,6 +34,7 @@ from stages.text.messages import Dropped
 @paths("--out", "--figures")
 def prepare_task(out: Path, figures: Path) -> None:
     """Generate the rows of the embedded task."""
+    bring_sources(params.SOURCE)
     knobs = params.load(Knobs)
     task = knobs.task
     sizes = {

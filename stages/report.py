@@ -1,7 +1,8 @@
 """Stage `report`: gather the figures of all stages into the tables and the page that people read.
 
 Reads   data/figures, data/curves; of data/evaluations, data/buffers and data/updates a few rows;
-        docs/metrics.md for the meaning of the figures
+        docs/metrics.md for the meaning of the figures. In a clone DVC is asked for those of stages
+        that it skipped
 Knobs   rounds (which rounds there are: files of dropped rounds may still lie about), and all of
         params.yaml to show it
 Writes  metrics/ for `dvc metrics`, plots/ for `dvc plots`, reports/index.html
@@ -15,6 +16,7 @@ from pathlib import Path
 import click
 
 from stages.base import params
+from stages.base.clones import bring_outputs
 from stages.base.command import Stage, paths, say
 from stages.base.errors import MissingFile
 from stages.base.files import replacing
@@ -52,6 +54,7 @@ def report(
 ) -> None:
     """Gather figures, curves and samples."""
     knobs = params.load(Knobs)
+    bring_outputs(knobs.model_dump(), figures, curves, evaluations, buffers, updates)
     starts = dict(sorted(knobs.rounds.items(), key=lambda pair: int(pair[0])))
     rounds = [int(key) for key in starts]
     found = {number: read_round(figures, number) for number in [0, *rounds]}

@@ -171,7 +171,8 @@ def show_tokens(out, table: Rows, chosen: dict, colour: str, tokenizer: Path | N
         raise InputError(f"{table.path}: no {colour} of the tokens; there are {', '.join(known)}")
     texts = token_texts(tokenizer or tokenizer_folder(table), [part.ids for part in parts])
     texts = [[spelled_out(token) for token in part] for part in texts]
-    head = {name: text.cell(x) for name, x in row.items() if not isinstance(x, list | str)}
+    plain = {name: x for name, x in row.items() if not isinstance(x, list | str)}
+    head = text.shown([plain], full=False)[0]
     file = {"file": row["file"]} if "file" in row else {}
     text.print_record(out, {"first of": f"{table.count():,} rows"} | file | head)
     out.print()
@@ -206,7 +207,7 @@ def joined(path: Path, row: dict) -> tuple[dict, dict | None]:
 def tokenizer_folder(table: Rows) -> Path:
     """The model folder named in the table's provenance, seen from here or from its repository."""
     made = next(iter(table.provenance().values()), {})
-    name = made.get("policy") or made.get("tokenizer")
+    name = next((made[key] for key in ("policy", "tokenizer", "reference") if key in made), None)
     if not name:
         raise InputError(f"{table.path}: names no model; say which one with --tokenizer")
     homes = [Path(), *table.path.resolve().parents]

@@ -8,6 +8,7 @@ Writes  data/preferences/pairs.parquet (base/tables.py: PAIRS), figures of rows 
 The split is left to `split_preferences`: another share must not tokenize again.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from stages.base.metrics import write_json
 from stages.base.tables import PAIRS, write_batches
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.tokenize_preferences import Knobs
-from stages.rows.inputs import Intake, Part, open_source, tokenized, usable
+from stages.rows.canonical import PreferenceRow
+from stages.rows.inputs import Intake, open_source, tokenized
 from stages.text.chat import encode_pairs
 from stages.text.messages import Dropped
 from stages.text.positions import longest_row
@@ -44,24 +46,23 @@ def tokenize_preferences(task: Path, base: Path, out: Path, figures: Path) -> No
     say(intake.figures())
 
 
-def encode(tokenizer, max_length: int, batch: list, part: Part) -> None:
-    """Numbered canonical pairs -> rows of the table and what is counted, in `part`."""
-    numbers, kept = usable(batch, part)
-    pairs = [(row.prompt, row.chosen, row.rejected) for row in kept]
-    results = encode_pairs(tokenizer, pairs, max_length, [row.tools for row in kept])
-    for number, row, result in zip(numbers, kept, results, strict=True):
+def encode(tokenizer, max_length: int, rows: list[PreferenceRow]) -> Iterator:
+    """Canonical pairs -> each its row of the table and what is counted, or why there is none."""
+    pairs = [(row.prompt, row.chosen, row.rejected) for row in rows]
+    results = encode_pairs(tokenizer, pairs, max_length, [row.tools for row in rows])
+    for row, result in zip(rows, results, strict=True):
         if isinstance(result, Dropped):
-            part.drop(number, result.reason)
+            yield result
             continue
-        part.keep(
-            prompt_ids=result.prompt_ids,
-            chosen_ids=result.chosen_ids,
-            rejected_ids=result.rejected_ids,
-            margin=row.margin,
+        ids = {name: getattr(result, name) for name in ("prompt_ids", "chosen_ids", "rejected_ids")}
+        yield (
+            ids | {"margin": row.margin},
+            {
+                "tools_unseen": tools_unseen(tokenizer, [*row.prompt, *row.chosen], row.tools),
+                "truncated": result.truncated,
+                "masked_by_offsets": result.route == "offsets",
+            },
         )
-        part.sums["tools_unseen"] += tools_unseen(tokenizer, [*row.prompt, *row.chosen], row.tools)
-        part.sums["truncated"] += result.truncated
-        part.sums["masked_by_offsets"] += result.route == "offsets"
 
 
 if __name__ == "__main__":

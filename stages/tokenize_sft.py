@@ -8,6 +8,7 @@ Writes  data/sft.parquet (base/tables.py: SFT), figures of rows kept and dropped
 Batching and shuffling are left to `train_sft`: another batch size must not tokenize again.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,10 +17,11 @@ import click
 from stages.base import params
 from stages.base.command import Stage, paths, say
 from stages.base.metrics import write_json
-from stages.base.tables import SFT, write_batches
+from stages.base.tables import IGNORED, SFT, write_batches
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.tokenize_sft import Knobs
-from stages.rows.inputs import Intake, Part, open_source, tokenized, usable
+from stages.rows.canonical import SftRow
+from stages.rows.inputs import Intake, open_source, tokenized
 from stages.text.chat import TrainOn, encode_conversations, encode_texts
 from stages.text.messages import Dropped
 from stages.text.positions import longest_row
@@ -48,26 +50,29 @@ def tokenize_sft(task: Path, base: Path, out: Path, figures: Path) -> None:
     say(intake.figures())
 
 
-def encode(tokenizer, train_on: TrainOn, max_length: int, batch: list, part: Part) -> None:
-    """Numbered canonical rows -> rows of the table and what is counted, in `part`."""
-    numbers, kept = usable(batch, part)
-    texts = [row.text for row in kept]
+def encode(tokenizer, train_on: TrainOn, max_length: int, rows: list[SftRow]) -> Iterator:
+    """Canonical rows -> each its row of the table and what is counted, or why there is none."""
+    texts = [row.text for row in rows]
     if any(text is not None for text in texts):
         results = encode_texts(tokenizer, texts, max_length)
     else:
-        conversations = [row.messages for row in kept]
-        tools = [row.tools for row in kept]
+        conversations, tools = [row.messages for row in rows], [row.tools for row in rows]
         results = encode_conversations(tokenizer, conversations, train_on, max_length, tools)
-    for number, row, result in zip(numbers, kept, results, strict=True):
+    for row, result in zip(rows, results, strict=True):
         if isinstance(result, Dropped):
-            part.drop(number, result.reason)
+            yield result
             continue
-        part.keep(input_ids=result.input_ids, labels=result.labels)
-        part.sums["tools_unseen"] += tools_unseen(tokenizer, row.messages, row.tools)
-        part.sums["tokens"] += len(result.input_ids)
-        part.sums["trained_tokens"] += len(result.labels) - result.labels.count(-100)
-        part.sums["truncated"] += result.truncated
-        part.sums["masked_by_offsets"] += result.route == "offsets"
+        labels = result.labels
+        yield (
+            {"input_ids": result.input_ids, "labels": labels},
+            {
+                "tools_unseen": tools_unseen(tokenizer, row.messages, row.tools),
+                "tokens": len(labels),
+                "trained_tokens": len(labels) - labels.count(IGNORED),
+                "truncated": result.truncated,
+                "masked_by_offsets": result.route == "offsets",
+            },
+        )
 
 
 if __name__ == "__main__":

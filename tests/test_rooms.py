@@ -17,6 +17,7 @@ REGISTRIES = {("optimize.py", "rl"), ("train_direct.py", "direct")}
 
 # The modules that may open, list or write files; all others take and give values.
 DISK = {
+    "base/clones.py",
     "base/files.py",
     "base/metrics.py",
     "base/params.py",
@@ -31,8 +32,8 @@ DISK = {
     "rows/formats.py",
     "rows/readers.py",
     "sources/published.py",
-    "page/excerpts.py",
     "sources/weights.py",
+    "page/excerpts.py",
     "page/page.py",  # its own template
     "viewer/decoding.py",
     "viewer/models.py",

@@ -17,7 +17,7 @@ from stages.direct.losses import (
     negative_log_likelihood,
 )
 from stages.models.forward import States, completion_states, head_logits
-from stages.models.log_probs import token_log_probs
+from stages.models.log_probs import head_log_probs, pieces
 
 
 def answer_states(policy: PreTrainedModel, rows: Sequence[dict]) -> States:
@@ -35,7 +35,7 @@ def pair_log_probs(
     """
     states = answer_states(policy, rows)
     mask = states.action_mask
-    flat = token_log_probs(head_logits(policy, states.hidden[mask]), states.ids[mask], 1.0)  # (M,)
+    flat, _ = head_log_probs(policy, states.hidden[mask], states.ids[mask], 1.0)  # (M,)
     answer = mask.nonzero()[:, 0]
     sums = flat.new_zeros(len(states.lengths)).index_add(0, answer, flat)  # (2B,)
     chosen, rejected = sums.chunk(2)
@@ -88,7 +88,12 @@ def chosen_kl(policy: PreTrainedModel, reference: PreTrainedModel, rows: Sequenc
     both = []
     for model in (policy, reference):
         states = completion_states(model.base_model, prompts, answers)
-        logits = head_logits(model, states.hidden[states.action_mask])  # (M, V)
-        both.append(logits.float().log_softmax(-1))
-    ours, theirs = both
-    return (ours.exp() * (ours - theirs)).sum().item()
+        both.append(states.hidden[states.action_mask])  # (M, D)
+    total, vocabulary = 0.0, policy.config.get_text_config().vocab_size
+    for part in pieces(len(both[0]), vocabulary):
+        ours, theirs = (
+            head_logits(model, hidden[part]).float().log_softmax(-1)  # (N, V)
+            for model, hidden in zip((policy, reference), both, strict=True)
+        )
+        total += (ours.exp() * (ours - theirs)).sum().item()
+    return total

@@ -1,6 +1,6 @@
 """Knobs of `split_preferences`."""
 
-from stages.base.knobs import Section, Seed, number
+from stages.base.knobs import Section, Seed, Trust, number
 
 
 class Preferences(Section):
@@ -9,4 +9,5 @@ class Preferences(Section):
 
 class Knobs(Section):
     seed: Seed
+    model: Trust
     preferences: Preferences

@@ -99,15 +99,6 @@ def find_backbone(model: PreTrainedModel) -> None:
         model.base_model_prefix = "model"  # Llama 4's text model
 
 
-def positions_of(config) -> int | None:
-    """Tokens that a row may have by the model's config; None where it names no limit."""
-    text = config.get_text_config(decoder=True)
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "context_length"):
-        if isinstance(found := getattr(text, name, None), int) and found > 0:
-            return found
-    return None
-
-
 @remember
 def takes(kind: type[nn.Module], argument: str) -> bool:
     """Whether the forward pass of a class has an argument of that name."""
@@ -277,7 +268,11 @@ def _cut_out(
 
 def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """(..., D) -> (..., V): the language model's head on chosen states, as its own forward does."""
-    config, logits = model.config, model.get_output_embeddings()(hidden)
+    return finished(model.config, model.get_output_embeddings()(hidden))
+
+
+def finished(config, logits: Tensor) -> Tensor:
+    """(..., V) -> (..., V): what a model does to the product of states and head, by its config."""
     if scaling := getattr(config, "logits_scaling", None):
         logits = logits / scaling
     if scale := getattr(config, "logit_scale", None):

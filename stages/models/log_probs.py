@@ -7,8 +7,20 @@ This is the one log-prob rule of the pipeline: old, new and reference log-probs 
 vocabulary (top-k, top-p and min-p narrow the sampling, never the scoring).
 """
 
+from collections.abc import Iterator
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from stages.models.forward import finished, head_logits
+
+# Logits that may stand in memory at once: 64 MiB of float32. Part of the result to the last bit, as
+# `threads` is: a product's rounding, and the order of a sum, depend on how it is cut.
+PIECE = 1 << 24
 
 
 def token_log_probs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
@@ -35,4 +47,117 @@ def token_entropy(logits: Tensor, temperature: float) -> Tensor:
 def _scale(logits: Tensor, temperature: float) -> Tensor:
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}, expected a number above 0")
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits if temperature == 1 else logits / temperature
+
+
+def head_log_probs(
+    model: PreTrainedModel,
+    hidden: Tensor,
+    ids: Tensor,
+    temperature: float,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(M, D), (M,) -> (M,) log-probs of `ids`, (M,) entropies without gradient, or None.
+
+    `token_log_probs` and `token_entropy` of the head's logits, of which no more than `PIECE` stand
+    in memory at once, forwards and backwards: the backward pass makes each piece anew. So the cost
+    in memory is that of the states, not of tokens times vocabulary. A head that is no plain linear
+    layer goes through its own code piece by piece.
+    """
+    head = model.get_output_embeddings()
+    if len(ids) * model.config.get_text_config().vocab_size <= PIECE:
+        logits = head_logits(model, hidden)
+        return token_log_probs(logits, ids, temperature), _entropy(logits, temperature, entropy)
+    if type(head) is nn.Linear:
+        options = (model.config, temperature, entropy)
+        return _HeadLogProbs.apply(hidden, ids, head.weight, head.bias, *options)
+
+    def piece(states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits = head_logits(model, states)
+        return token_log_probs(logits, tokens, temperature), _entropy(logits, temperature, entropy)
+
+    found = [
+        checkpoint(piece, hidden[part], ids[part], use_reentrant=False)
+        for part in pieces(len(ids), model.config.get_text_config().vocab_size)
+    ]
+    log_probs, entropies = zip(*found, strict=True)
+    return torch.cat(log_probs), torch.cat(entropies) if entropy else None
+
+
+def pieces(count: int, vocabulary: int) -> Iterator[slice]:
+    """Parts of `count` tokens, the logits of each within `PIECE`."""
+    size = max(1, PIECE // vocabulary)
+    return (slice(start, start + size) for start in range(0, count, size))
+
+
+@torch.no_grad()
+def _entropy(logits: Tensor, temperature: float, wanted: bool) -> Tensor | None:
+    return token_entropy(logits, temperature) if wanted else None
+
+
+class _HeadLogProbs(torch.autograd.Function):
+    """Log-probs of a linear head by pieces: keeps the logsumexp of each token, and no logits.
+
+    With p the softmax of z, the logits over the temperature, the gradient by z of log p[id] is
+    onehot(id) - p.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, ids, weight, bias, config, temperature, entropy):
+        cast = _autocast_dtype(hidden)
+        states, rows, shift = _cast(cast, hidden, weight, bias)
+        log_probs, sums, entropies = [], [], []
+        for part in pieces(len(ids), len(weight)):
+            logits = finished(config, linear(states[part], rows, shift))  # (N, V)
+            scaled = _scale(logits, temperature)
+            sums.append(scaled.logsumexp(-1))
+            log_probs.append(scaled.gather(-1, ids[part, None])[:, 0] - sums[-1])
+            if entropy:
+                entropies.append(torch.special.entr((scaled - sums[-1][:, None]).exp_()).sum(-1))
+        ctx.save_for_backward(hidden, ids, weight, bias, torch.cat(sums))
+        ctx.config, ctx.temperature, ctx.cast = config, temperature, cast
+        found = torch.cat(entropies) if entropy else None
+        if entropy:
+            ctx.mark_non_differentiable(found)
+        return torch.cat(log_probs), found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient, _):
+        hidden, ids, weight, bias, sums = ctx.saved_tensors
+        states, rows, shift = _cast(ctx.cast, hidden, weight, bias)
+        of_hidden, of_weight, of_bias = (
+            torch.zeros_like(tensor) if tensor is not None and needed else None
+            for tensor, needed in zip(
+                (hidden, weight, bias), [ctx.needs_input_grad[i] for i in (0, 2, 3)], strict=True
+            )
+        )
+        for part in pieces(len(ids), len(weight)):
+            with torch.enable_grad():
+                product = linear(states[part], rows, shift).detach().requires_grad_()  # (N, V)
+                scaled = _scale(finished(ctx.config, product), ctx.temperature)
+            by_scaled = (scaled.detach() - sums[part, None]).exp_().mul_(-gradient[part, None])
+            by_scaled.scatter_add_(1, ids[part, None], gradient[part, None])
+            by_product = by_scaled
+            if scaled is not product:
+                (by_product,) = torch.autograd.grad(scaled, product, by_scaled)
+            if of_hidden is not None:
+                of_hidden[part] = by_product @ rows
+            if of_weight is not None and of_weight.dtype == by_product.dtype:
+                of_weight.addmm_(by_product.t(), states[part])  # in place: no second (V, D)
+            elif of_weight is not None:
+                of_weight += by_product.t() @ states[part]
+            if of_bias is not None:
+                of_bias += by_product.sum(0)
+        return of_hidden, None, of_weight, of_bias, None, None, None
+
+
+def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """What autocast computes products in, where it is on: the backward pass does not see it."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _cast(dtype: torch.dtype | None, *tensors: Tensor | None) -> list[Tensor | None]:
+    return [t if t is None or dtype is None else t.to(dtype) for t in tensors]

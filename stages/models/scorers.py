@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stages.models.forward import Ids, completion_states, head_logits
-from stages.models.log_probs import token_log_probs
+from stages.models.forward import Ids, completion_states
+from stages.models.log_probs import head_log_probs
 
 
 def state_values(
@@ -54,9 +54,9 @@ def reference_log_probs(
         [row["prompt_ids"] for row in rows],
         [row["completion_ids"] for row in rows],
     )
-    logits = head_logits(reference, states.hidden[states.action_mask])
-    flat = token_log_probs(logits, states.ids[states.action_mask], temperature).tolist()
-    return _by_row(flat, states.lengths.tolist())
+    mask = states.action_mask
+    flat, _ = head_log_probs(reference, states.hidden[mask], states.ids[mask], temperature)
+    return _by_row(flat.tolist(), states.lengths.tolist())
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stages.models.forward import States, completion_states, head_logits
-from stages.models.log_probs import token_entropy, token_log_probs
+from stages.models.forward import States, completion_states
+from stages.models.log_probs import head_log_probs
 from stages.models.scorers import action_values
 from stages.rl.kl import kl_penalty
 from stages.rl.objectives import token_weights, value_loss
@@ -88,7 +88,7 @@ class Round:
         """Steps of micro-batches of row numbers. Unscorable rows, which weigh nothing, are no part
         of them: whatever stands in such a row can neither stop a step nor skip its mates.
         """
-        settings, used = self.settings, self.targets.used
+        settings, used = self.settings, self.targets.used.tolist()
         sizes = (settings.train_batch_size, settings.batch_acc)
         names = ("optimize", settings.round_number, "shuffle", epoch)
         plan = plan_groups(self.targets.groups.tolist(), *sizes, settings.seed, *names)
@@ -178,11 +178,9 @@ class Round:
 def _log_probs_and_entropy(policy, states: States, temperature: float) -> tuple[Tensor, Tensor]:
     """-> (B, T) log-probs with gradient, (B, T) entropies without; 0 outside the action mask."""
     mask = states.action_mask
-    logits = head_logits(policy, states.hidden[mask])
+    found = head_log_probs(policy, states.hidden[mask], states.ids[mask], temperature, True)
     zeros = torch.zeros(mask.shape, device=mask.device)
-    log_probs = zeros.masked_scatter(mask, token_log_probs(logits, states.ids[mask], temperature))
-    with torch.no_grad():
-        entropy = zeros.masked_scatter(mask, token_entropy(logits, temperature))
+    log_probs, entropy = (zeros.masked_scatter(mask, flat) for flat in found)
     return log_probs, entropy
 
 

@@ -1,5 +1,7 @@
 """Prompts to sample from: read, rendered and tokenized, with what the reward rules need."""
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from stages.base.chunks import chunks
@@ -7,7 +9,9 @@ from stages.base.errors import BadKnob, InputError
 from stages.base.knobs import Source
 from stages.rollouts.engine import Prompt
 from stages.rollouts.rewards import Rules
-from stages.rows.inputs import BATCH, Intake, open_source, usable
+from stages.rows.canonical import PromptRow
+from stages.rows.formats import BATCH
+from stages.rows.inputs import Intake, open_source, settle
 from stages.text.chat import encode_prompts
 from stages.text.messages import Dropped
 from stages.text.positions import positions_of
@@ -21,22 +25,26 @@ def load_prompts(
     name, rows = open_source("prompts", source, task_file, seed)
     intake, prompts = Intake(name), []
     for batch in chunks(rows, BATCH):
-        numbers, kept = usable(batch, intake)
-        tools = [row.tools for row in kept]
-        ids = encode_prompts(tokenizer, [row.messages for row in kept], tools)
-        for number, row, encoded in zip(numbers, kept, ids, strict=True):
-            if isinstance(encoded, Dropped):
-                intake.drop(number, encoded.reason)
-            elif len(encoded) > max_length:
-                intake.drop(number, f"prompt longer than {max_length} tokens")
-            else:
-                intake.keep()
-                intake.sums["tools_unseen"] += tools_unseen(tokenizer, row.messages, row.tools)
-                prompts.append(
-                    Prompt(number, encoded, tokenizer.decode(encoded), row.answer, row.entry)
-                )
+        kept, *found = settle(partial(encode, tokenizer, max_length), batch)
+        intake.add(kept, *found)
+        prompts += [Prompt(number, *rest) for number, rest in kept]
     intake.close()
     return prompts, intake
+
+
+def encode(tokenizer, max_length: int, rows: list[PromptRow]) -> Iterator:
+    """Canonical rows -> each the rest of its prompt and what is counted, or why there is none."""
+    tools = [row.tools for row in rows]
+    results = encode_prompts(tokenizer, [row.messages for row in rows], tools)
+    for row, ids in zip(rows, results, strict=True):
+        if isinstance(ids, Dropped):
+            yield ids
+            continue
+        if len(ids) > max_length:
+            yield Dropped(f"prompt longer than {max_length} tokens")
+            continue
+        unseen = tools_unseen(tokenizer, row.messages, row.tools)
+        yield (ids, tokenizer.decode(ids), row.answer, row.entry), {"tools_unseen": unseen}
 
 
 def reward_columns(rules: Rules, verifier: str, prompt: Prompt, text: str, length: int) -> dict:

@@ -20,7 +20,7 @@ from stages.text.messages import kind_of
 
 CHUNK = 1 << 16
 LONGEST_VALUE = 1 << 26
-BATCH = 256
+BATCH = 256  # rows that are read, tokenized and passed on together
 
 NumberedRows = Iterator[tuple[int, dict]]
 

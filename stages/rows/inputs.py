@@ -1,8 +1,7 @@
 """The rows that a stage was asked for: the embedded task's, or those of a dataset knob."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -16,12 +15,12 @@ from stages.base.errors import InputError
 from stages.base.knobs import Source
 from stages.base.spelling import spelled_out
 from stages.rows.canonical import SAMPLED_ROWS, CanonicalRow, count_reason, open_rows
+from stages.rows.formats import BATCH
 from stages.rows.readers import read_rows
 from stages.rows.workers import in_order
 from stages.text.messages import Dropped
 
 EMBEDDED = "task"
-BATCH = 256
 
 
 class Intake:
@@ -38,14 +37,18 @@ class Intake:
         self.dropped: Counter[str] = Counter()
         self.first: dict[str, int] = {}
 
-    def keep(self, count: int = 1) -> None:
-        self.rows += count
-        self.kept += count
-
     def drop(self, row_number: int, reason: str) -> None:
         self.rows += 1
         reason = count_reason(self.dropped, spelled_out(reason))
         self.first.setdefault(reason, row_number)
+
+    def add(self, kept: Sized, dropped: list[tuple[int, str]], sums: Counter) -> None:
+        """Count what `settle` made of a batch."""
+        self.rows += len(kept)
+        self.kept += len(kept)
+        for number, reason in dropped:
+            self.drop(number, reason)
+        self.sums.update(sums)
 
     def figures(self) -> dict:
         """rows read, kept and dropped (with the reasons) and the sums, for a stage's metrics."""
@@ -110,58 +113,44 @@ def look_into(
     return chain(first, rows)
 
 
-@dataclass
-class Part:
-    """What became of a batch of rows: columns of those kept, drops by row number, sums."""
+Encode = Callable[[list], Iterable[Dropped | tuple[object, dict[str, int]]]]
 
-    columns: dict[str, list]
-    dropped: list[tuple[int, str]] = field(default_factory=list)
-    sums: Counter = field(default_factory=Counter)
 
-    def drop(self, row_number: int, reason: str) -> None:
-        self.dropped.append((row_number, reason))
+def settle(
+    encode: Encode, batch: list[tuple[int, CanonicalRow]]
+) -> tuple[list[tuple[int, object]], list[tuple[int, str]], Counter]:
+    """Numbered rows -> what `encode` makes of the usable ones, the numbers dropped and why, sums.
 
-    def keep(self, **row) -> None:
-        for name, value in row.items():
-            self.columns[name].append(value)
+    `encode(rows)` says of each row why it is dropped, or what becomes of it and what it adds to the
+    sums.
+    """
+    usable = [(number, row) for number, row in batch if not isinstance(row, Dropped)]
+    dropped = [(number, row.reason) for number, row in batch if isinstance(row, Dropped)]
+    kept, sums = [], Counter()
+    results = encode([row for _, row in usable])
+    for (number, _), result in zip(usable, results, strict=True):
+        if isinstance(result, Dropped):
+            dropped.append((number, result.reason))
+        else:
+            kept.append((number, result[0]))
+            sums.update(result[1])
+    return kept, dropped, sums
 
 
 def tokenized(
-    rows: Iterable[tuple[int, CanonicalRow]],
-    encode: Callable[[list, Part], None],
-    schema: pa.Schema,
-    intake: Intake,
+    rows: Iterable[tuple[int, CanonicalRow]], encode: Encode, schema: pa.Schema, intake: Intake
 ) -> Iterator[pa.RecordBatch]:
     """Numbered canonical rows -> tables of a schema, by all cores; counted in `intake`.
 
-    `encode(rows, part)` takes up to 256 rows and says to `part` what becomes of each. InputError at
-    the end where no row was kept, so that the table is not written.
+    InputError at the end where no row was kept, so that the table is not written.
     """
-    work = partial(_encoded, encode, schema)
-    parts = chunks(progress(rows, "tokenize"), BATCH)
-    for batch, dropped, more in in_order(work, parts):
-        intake.keep(batch.num_rows)
-        for row_number, reason in dropped:
-            intake.drop(row_number, reason)
-        intake.sums.update(more)
+    batches = chunks(progress(rows, "tokenize"), BATCH)
+    for batch, *found in in_order(partial(_table, encode, schema), batches):
+        intake.add(batch, *found)
         yield batch
     intake.close()
 
 
-def _encoded(encode: Callable, schema: pa.Schema, rows: list):
-    part = Part({name: [] for name in schema.names})
-    encode(rows, part)
-    batch = pa.RecordBatch.from_pydict(part.columns, schema=schema)
-    return batch, part.dropped, part.sums
-
-
-def usable(batch: list, intake: Intake | Part) -> tuple[list[int], list]:
-    """(row number, row or Dropped) pairs -> numbers and rows of the usable; the rest is counted."""
-    numbers, rows = [], []
-    for number, row in batch:
-        if isinstance(row, Dropped):
-            intake.drop(number, row.reason)
-        else:
-            numbers.append(number)
-            rows.append(row)
-    return numbers, rows
+def _table(encode: Encode, schema: pa.Schema, batch: list):
+    kept, dropped, sums = settle(encode, batch)
+    return pa.RecordBatch.from_pylist([row for _, row in kept], schema), dropped, sums

@@ -13,12 +13,11 @@ from pyarrow import ArrowException
 
 from stages.base.errors import InputError
 from stages.base.metrics import read_json
-from stages.rows.formats import FORMATS, Rows, format_of
+from stages.rows.formats import BATCH, FORMATS, Rows, format_of
 
 # What params.yaml says of each source; rows that have no splits are taken for it.
 DEFAULT_SPLITS = (None, "train", "test")
 FOLDER_FILES = ("dataset_info.json", "dataset_dict.json")
-BATCH = 256
 
 
 def read_rows(

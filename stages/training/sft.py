@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stages.base.tables import IGNORED
-from stages.models.forward import completion_states, head_logits, right_pad
-from stages.models.log_probs import token_log_probs
+from stages.models.forward import completion_states, right_pad
+from stages.models.log_probs import head_log_probs
 
 
 def predicted(labels: Sequence[int]) -> int:
@@ -36,8 +36,8 @@ def micro_batch_loss(policy: PreTrainedModel, rows: Sequence[dict], divisor: int
     )
     labelled, _ = right_pad([[x != IGNORED for x in row["labels"][start:]] for row, start in pairs])
     mask = labelled.bool().to(states.ids.device)
-    logits = head_logits(policy, states.hidden[mask])
-    return -token_log_probs(logits, states.ids[mask], 1.0).sum() / divisor
+    log_probs, _ = head_log_probs(policy, states.hidden[mask], states.ids[mask], 1.0)
+    return -log_probs.sum() / divisor
 
 
 def first_label(labels: Sequence[int]) -> int:

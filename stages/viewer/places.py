@@ -12,15 +12,15 @@ from stages.viewer import models
 from stages.viewer.rows import Rows
 
 PEEK = 1024
-ROUND = re.compile(r"(round-\d+|sft)\.parquet")
+ROUND = re.compile(r"(round-\d+|sft|direct-.+)\.parquet")
 
 
 def rows_at(path: Path) -> Rows | None:
     """The rows at `path`; None where it holds something else.
 
-    One table are the Parquet files of all rounds (round-k.parquet, and sft.parquet, the start), and
-    JSON figures of a folder of nothing else (a row a file). A folder of `save_to_disk` is known by
-    its `dataset_info.json`.
+    One table are the Parquet files of all rounds (round-k.parquet, and in evaluations sft.parquet
+    and those of branches), and JSON figures of a folder of nothing else (a row a file). A folder of
+    `save_to_disk` is known by its `dataset_info.json`.
     """
     if path.is_file():
         kind = _kind_of_file(path)

@@ -22,7 +22,7 @@ from stages.rows.readers import read_rows
 
 # Text stays text: no dates are made of it. What is nested in a cell of JSON stays as it is written.
 JSON = "maximum_depth=2, map_inference_threshold=-1, dateformat='no', timestampformat='no'"
-NUMBERS = "auto_type_candidates=['BIGINT', 'DOUBLE', 'VARCHAR']"
+NUMBERS = "auto_type_candidates=['BIGINT', 'DOUBLE', 'VARCHAR'], max_line_size=67108864"
 READERS = {
     ".parquet": "read_parquet($files, union_by_name=true{more})",
     ".jsonl": f"read_json($files, format='newline_delimited', {JSON}{{sample}}{{more}})",
@@ -32,7 +32,7 @@ READERS = {
 LARGE = 1 << 28  # bytes; of a larger file the first rows alone tell the types of its columns
 FRACTIONS = ("FLOAT", "DOUBLE")
 WORD = re.compile(
-    r"'(?:[^']|'')*'|\"[^\"]*\"|(==|=|!=|<>|[<>]=?)\s*null\b|~|\b[a-z_]\w*\b(?!\s*\()",
+    r"'(?:[^']|'')*'|\"[^\"]*\"|(==|=|!=|<>|[<>]=?)\s*null\b|~|\b[a-z_]\w*\b",
     re.IGNORECASE,
 )
 

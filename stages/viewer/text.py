@@ -37,9 +37,9 @@ def cell(value: object, full: bool = False) -> str:
         return f"{value:.4g}"
     if isinstance(value, list) and value and all(isinstance(x, int | float) for x in value):
         return _numbers(value, full)
-    if not isinstance(value, str):
+    if isinstance(value, list | dict | int):
         value = json.dumps(value, ensure_ascii=False, default=str)
-    text = spelled_out(value) or "''"
+    text = spelled_out(str(value)) or "''"
     if full or len(text) <= LONGEST:
         return text
     return f"{text[:LONGEST]}... ({len(text) - LONGEST} more characters)"

@@ -31,7 +31,7 @@ def spans(row: dict, update: dict | None) -> list[Span]:
     if "completion_ids" in row:
         return [*prompt, Span("completion", row["completion_ids"], True, figures(row, update))]
     if "chosen_ids" in row:
-        return [*prompt, *(Span(x, row[f"{x}_ids"], True) for x in ("chosen", "rejected"))]
+        return [*prompt, _side(row, "chosen"), _side(row, "rejected")]
     return _by_label(row["input_ids"], row["labels"]) if "labels" in row else []
 
 
@@ -57,6 +57,12 @@ def figures(row: dict, update: dict | None) -> dict[str, list[float]]:
         if update["ratio"] is not None:
             found["ratio"] = update["ratio"]
     return found
+
+
+def _side(row: dict, side: str) -> Span:
+    """An answer of a pair; of a scored one the log-prob under the reference is known."""
+    log_probs = row.get(f"log_probs_ref_{side}")
+    return Span(side, row[f"{side}_ids"], True, {"log-prob": log_probs} if log_probs else {})
 
 
 def _by_label(ids: list[int], labels: list[int]) -> list[Span]:

@@ -1,7 +1,10 @@
 """params.yaml: what a person can get wrong in it, and what they are told."""
 
+import difflib
+
 import pydantic
 import pytest
+from dvc.utils.hydra import apply_overrides
 from ruamel.yaml import YAML
 
 from stages.base import params
@@ -276,7 +279,7 @@ def with_rounds(tmp_path, text):
     [
         ("  1: models/sft", "key 1 is no text: quote it, '1': models/sft"),
         ("  '1': models/sft\n  2: models/policy/1", "quote it, '2': models/policy/1"),
-        ("  '1': models/stf", "starts from 'models/stf'; expected models/sft or models/policy/"),
+        ("  '1': models/stf", "starts from 'models/stf'; expected models/sft, models/policy/"),
         ("  '1': models/policy/1", "round '1' starts from 'models/policy/1'"),
         ("  '1': models/policy/2\n  '2': models/sft", "round '1' starts from 'models/policy/2'"),
         ("  '2': models/policy/1", "round '2' starts from 'models/policy/1'"),
@@ -531,3 +534,29 @@ def test_a_row_format_is_one_that_can_be_read(accepted, complaint, stage, sectio
         assert getattr(knobs, section).format == name
     message = complaint("prepare_task", **{f"{section}__format": "mesages"})
     assert f"{section}.format: found 'mesages'" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "removed", "added"),
+    [
+        ("ppo_epochs=2", ["ppo_epochs: 1 "], ["ppo_epochs: 2 "]),
+        ("target_kl=0.1", ["target_kl:"], ["target_kl: 0.1"]),
+        ("sft.format=messages", ["  format: "], ["  format: messages "]),
+        ("critic=null", ["critic: policy "], ["critic: "]),
+        ("+rounds.9=models/sft", [], ["  '9': models/sft"]),
+        ("seed=42", [], []),
+    ],
+)
+def test_dvc_exp_run_changes_the_line_of_its_knob_in_params_yaml_and_no_other(
+    override, removed, added, tmp_path
+):
+    """DVC writes the whole file anew: what it spells in its own way would fill the diff."""
+    before = (ROOT / "params.yaml").read_text()
+    (tmp_path / "params.yaml").write_text(before)
+    apply_overrides(tmp_path / "params.yaml", [override])
+    after = (tmp_path / "params.yaml").read_text()
+    changes = list(difflib.ndiff(before.splitlines(), after.splitlines()))
+    found = {sign: [line[2:] for line in changes if line[0] == sign] for sign in "-+"}
+    for lines, wanted in ((found["-"], removed), (found["+"], added)):
+        assert len(lines) == len(wanted), "an empty value is null, '1' stands in single quotes"
+        assert all(map(str.startswith, lines, wanted)), lines

@@ -6,8 +6,7 @@
 
 Both sides take the same model, rows and machine; they run in turn, A B A B, each in a process of
 its own, and a figure is the median over its processes of the medians of their warm steps. What was
-not measured again is kept from the last table. The peers' script lies beside the checkout, in
-shared/bench.
+not measured again is kept from the last table.
 """
 
 import argparse
@@ -25,7 +24,6 @@ from pathlib import Path
 
 from tests.benchmarks import page
 from tests.benchmarks.workplace import BATCH, MODELS, call, prepare, set_knobs
-from tests.helpers.shared import SHARED
 from tests.helpers.tiny import ROOT
 
 TABLE = ROOT / "docs" / "benchmarks.json"
@@ -45,7 +43,6 @@ class Bench:
     """Where a run works, and the two sides' command lines."""
 
     folder: Path
-    peers: Path
     bf16: bool
 
     def ours(self, model: str, work: str, *words, **knobs) -> dict:
@@ -55,7 +52,8 @@ class Bench:
         return self._figures(*command)
 
     def peer(self, model: str, work: str, data: str, *words) -> dict:
-        command = [self.peers, work, "--model", self.folder / model / "base", *words]
+        place = self.folder / model / "base"
+        command = ["-m", "tests.benchmarks.peers", work, "--model", place, *words]
         command += ["--data", self.folder / f"{data}.jsonl", "--batch", BATCH]
         return self._figures(*command, *(["--bf16"] if self.bf16 else []))
 
@@ -227,24 +225,21 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(usual), help=f"of {', '.join(choices)}")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--bf16", action="store_true", help="both sides under bf16 autocast")
-    parser.add_argument("--peers", type=Path, default=SHARED / "bench" / "peers.py")
     parser.add_argument("--work", type=Path, help="keep models and rows here, for another run")
     parser.add_argument("--table", type=Path, default=TABLE)
     args = parser.parse_args()
     if unknown := set(args.only.split(",")) - set(choices):
         parser.error(f"--only: found {', '.join(unknown)}, expected some of {', '.join(choices)}")
-    if not args.peers.is_file():
-        parser.error(f"{args.peers} is not there; --peers says where the peers' script lies")
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.work or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        measure(Bench(folder, args.peers.resolve(), args.bf16), args)
+        measure(Bench(folder, args.bf16), args)
 
 
 def measure(bench: Bench, args) -> None:
     """Run what was asked for; the table is written after each part, so that a stop loses little."""
     models, only, start = args.models.split(","), args.only.split(","), time.perf_counter()
-    prepare(bench.folder, bench.peers, models)
+    prepare(bench.folder, models)
     table = json.loads(args.table.read_text()) if args.table.exists() else page.EMPTY
     table |= {"machine": machine()}
     for name, compare in COMPARED.items():

@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -29,10 +28,13 @@ def call(folder: Path, *command) -> str:
     return done.stdout
 
 
-def prepare(folder: Path, peers: Path, models: list[str]) -> None:
-    """Rows and tiny model by the peers' script; a folder for each model with all that it takes."""
+def prepare(folder: Path, models: list[str]) -> None:
+    """Rows of the embedded task; a folder for each model with all that it takes."""
     if not (folder / "prompts.jsonl").exists():
-        call(ROOT, sys.executable, peers, "inputs", folder)
+        set_knobs(folder, task__config={"min_word_len": 3, "max_word_len": 8})
+        stage(folder, "prepare_task", "--out", "task")
+        for file in (folder / "task").iterdir():
+            file.rename(folder / file.name)
     places = {folder / model: model for model in models}
     missing = [place for place in places if not (place / "pairs.parquet").exists()]
     with ThreadPoolExecutor() as pool:
@@ -43,10 +45,7 @@ def fill(place: Path, model: str) -> None:
     place.mkdir(exist_ok=True)
     (place / "source").mkdir(exist_ok=True)
     set_knobs(place)
-    if model == "tiny":
-        shutil.copytree(place, place / "base", ignore=shutil.ignore_patterns("source", "params*"))
-    else:
-        stage(place, "prepare_model", "--source", "source", "--out", "base", figures=False)
+    stage(place, "prepare_model", "--source", "source", "--out", "base", figures=False)
     rows = ("--base", "base")
     sft = ("tokenize_sft", "--task", "../sft.jsonl", *rows, "--out")
     stage(place, *sft, "sft.parquet")
@@ -79,7 +78,7 @@ def set_knobs(place: Path, prompts: int = 16, samples: int = 8, batch: int = BAT
         plain(ROOT / "params.yaml"),
         device="cpu",
         threads=os.cpu_count(),
-        model__source="tiny" if place.resolve().name == "tiny" else str(package_file()),
+        model__source=str(package_file()) if place.name == "smollm2" else "tiny",
         sft__epochs=1,
         sft__train_batch_size=BATCH,
         sft__lr=1e-5,

@@ -3,6 +3,7 @@
 import json
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +43,50 @@ def test_d09_a_forced_run_writes_the_same_bytes_wherever_it_runs(first, tmp_path
     shown = run(aside, "git", "for-each-ref", "--format=%(refname)", "refs/exps/**/aside").stdout
     lock = run(aside, "git", "show", f"{shown.strip()}:dvc.lock").stdout
     assert lock == lock_of(reference).decode()
+
+
+# What a person or a machine may have set; none of it is a knob, so none may reach an output.
+ELSEWHERE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TZ": "Pacific/Kiritimati",
+    "LANG": "C",
+    "LC_ALL": "C",
+    "PYTHONHASHSEED": "7",
+    "COLUMNS": "40",
+    "USER": "someone",
+    "LOGNAME": "someone",
+}
+FOLDERS = ("HF_HOME", "HOME", "TMPDIR", "XDG_CACHE_HOME")
+
+
+def test_n27_variables_umask_and_folder_change_no_byte(first, tmp_path):
+    """The first run had the variables of whoever runs the tests, and the usual umask."""
+    reference, _ = first
+    folder = duplicate(reference, tmp_path / "a folder of another name")
+    places = {name: str(tmp_path / name.lower()) for name in FOLDERS}
+    for place in places.values():
+        Path(place).mkdir()
+    done = subprocess.run(
+        ["dvc", "repro", "--force"],
+        cwd=folder,
+        env=ENVIRONMENT | ELSEWHERE | places,
+        umask=0o077,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0 and executed(done.stdout) == ALL, done.stdout[-4000:]
+    before, after = lock_entries(reference), lock_entries(folder)
+    differs = {
+        out["path"]
+        for stage, entry in after.items()
+        for out, old in zip(entry["outs"], before[stage]["outs"], strict=True)
+        if out != old
+    }
+    assert differs == set()
+    assert lock_of(folder) == lock_of(reference)
 
 
 def test_every_json_file_is_strict_and_the_lock_file_names_every_output(first):

@@ -120,7 +120,7 @@ def test_one_more_round_runs_its_own_stages_and_the_report(repository):
         ({"1": "models/sft", 2: "models/policy/1"}, "quote it, '2': models/policy/1"),
         (
             {"1": "models/policy/2", "2": "models/sft"},
-            "round '1' starts from 'models/policy/2'; expected models/sft or models/policy/",
+            "round '1' starts from 'models/policy/2'; expected models/sft, models/policy/",
         ),
     ],
 )

@@ -1,4 +1,5 @@
 import json
+from collections import Counter
 
 import pytest
 
@@ -130,11 +131,10 @@ def test_columns_that_no_field_takes_are_printed(tmp_path, capsys):
 
 def test_reasons_are_few_and_add_up_whatever_the_rows_hold(capsys):
     intake = Intake("rows.jsonl")
-    intake.keep(2)
+    intake.add(["a", "b"], [], Counter(tools_unseen=2))
     for number in range(300):
         intake.drop(number, f"unknown role 'r{number}'")
         intake.drop(number, "a message is null")
-    intake.sums["tools_unseen"] = 2
     intake.close()
     figures, printed = intake.figures(), capsys.readouterr().out.splitlines()
     reasons = figures["dropped_by_reason"]

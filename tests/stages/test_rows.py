@@ -4,6 +4,7 @@ Names such as n16 are those of the project's list of faults.
 """
 
 import datetime
+import hashlib
 import json
 import shutil
 
@@ -85,6 +86,67 @@ def test_n16_a_reward_model_without_rows_on_one_side_is_refused_before_it_begins
 def test_n16_pairs_without_rows_are_refused_by_the_split(folder):
     write_table(folder / "data" / "preferences" / "pairs.parquet", PAIRS, [], {})
     assert "pairs.parquet: no rows; expected at least one" in refuse(folder, "split_preferences")
+
+
+# The split of the pairs.
+
+
+def split(folder, prompts, seed, share=1 / 3):
+    """Prompts of either side, of the pairs that have these prompts."""
+    tokenizer = byte_tokenizer(64)
+    pairs = [pair(prompt_ids=tokenizer(text)["input_ids"], margin=i) for i, text in prompts]
+    write_table(folder / "data" / "preferences" / "pairs.parquet", PAIRS, pairs, {})
+    succeed(folder, "split_preferences", seed=seed, preferences__validation_share=share)
+    sides = [table(folder, f"preferences/{side}") for side in ("train", "validation")]
+    assert sorted(row["margin"] for side in sides for row in side) == [i for i, _ in prompts]
+    return [{tokenizer.decode(row["prompt_ids"]) for row in side} for side in sides]
+
+
+@pytest.mark.parametrize("share", [0.01, 1 / 3, 0.99])
+@pytest.mark.parametrize("count", [2, 3, 10])
+def test_n19_both_sides_have_prompts_wherever_there_are_two(folder, count, share):
+    prompts = list(enumerate([f"question {i % count}" for i in range(4 * count)]))
+    for seed in range(12 if count == 3 else 4):
+        train, held = split(folder, prompts, seed, share)
+        assert train and held and not train & held and len(train | held) == count
+
+
+def test_n19_prompts_that_differ_in_white_space_alone_stay_together(folder):
+    spellings = [
+        "What is it?",
+        "What is it? ",
+        "  What is  it?",
+        "What\tis\nit?",
+        "What is\u00a0it?",
+    ]
+    prompts = list(enumerate([*spellings, *"abcdefgh"]))
+    for seed in range(8):
+        sides = split(folder, prompts, seed)
+        assert sum(not side.isdisjoint(spellings) for side in sides) == 1
+        assert (
+            split(folder, [(i, text) for i, (_, text) in enumerate(prompts[::-1])], seed) == sides
+        )
+
+
+def test_n19_a_prompt_goes_where_the_hash_of_its_ids_says(folder):
+    """Written out by hand from the docstrings: a prompt that stands alone is held out below."""
+    prompts = [f"question {i}" for i in range(40)]
+    expected = set()
+    for text in prompts:
+        ids = byte_tokenizer(64)(text)["input_ids"]
+        words = "\x1f".join(map(str, [7, "split_preferences", *ids]))
+        digest = hashlib.sha256(words.encode()).digest()
+        if int.from_bytes(digest[:8], "big") / 2**64 < 0.25:
+            expected.add(text)
+    assert 0 < len(expected) < 40
+    assert split(folder, list(enumerate(prompts)), 7, 0.25)[1] == expected
+
+
+@pytest.mark.parametrize("prompts", [["q"], ["q", "q", " q"]])
+def test_n19_one_prompt_cannot_be_split(folder, prompts):
+    with pytest.raises(AssertionError, match="one prompt; expected at least two prompts"):
+        split(folder, list(enumerate(prompts)), 0)
+    assert not list((folder / "data" / "preferences").glob("[tv]*"))
 
 
 # What prepare_task finds before anything trains.

@@ -8,7 +8,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from stages.base.tables import SFT, write_table
+from stages.base.tables import SCORED_PAIRS, SFT, write_table
 from stages.models.checkpoints import save_model
 from stages.models.tiny import byte_tokenizer, random_llama
 from stages.show import show
@@ -155,6 +155,15 @@ def test_a_model_folder_tells_its_size_and_history(tmp_path):
     assert table["architecture"] == "LlamaForCausalLM"
 
 
+def test_a_scored_pair_shows_the_log_probs_of_the_reference_token_by_token(root, tmp_path):
+    path = tmp_path / "train.parquet"
+    row = {"prompt_ids": [4], "chosen_ids": [71, 2], "rejected_ids": [70], "margin": 0.0}
+    row |= {"log_probs_ref_chosen": [-0.5, -0.25], "log_probs_ref_rejected": [-2.0]}
+    write_table(path, SCORED_PAIRS, [row], {"reference": f"{root}/models/sft"})
+    words = [line.split() for line in seen(path, "--tokens")]
+    assert ["0", "71", "b", "-0.5"] in words and ["0", "70", "a", "-2"] in words
+
+
 def test_figures_and_curves_are_shown_too(tmp_path):
     (tmp_path / "f.json").write_text(json.dumps({"loss": 0.5, "note\x1b": "é"}))
     assert seen(tmp_path / "f.json") == ["{", '  "loss": 0.5,', '  "note\\u001b": "é"', "}"]
@@ -223,6 +232,9 @@ def test_files_of_rounds_are_one_table_by_the_names_of_their_columns(tmp_path):
     assert seen(tmp_path)[0] == f"{tmp_path}: 2 rows"
     (tmp_path / "round-1.parquet").rename(tmp_path / "sft.parquet")  # as the start's evaluation
     assert seen(tmp_path)[0] == f"{tmp_path}: 2 rows"
+    (tmp_path / "round-2.parquet").rename(tmp_path / "direct-dpo.parquet")  # a branch's
+    assert seen(tmp_path)[0] == f"{tmp_path}: 2 rows"
+    (tmp_path / "direct-dpo.parquet").unlink()
     write_table(tmp_path / "round-2.parquet", SFT.remove(1), [{"input_ids": [4]}], {})
     assert [line.split()[0] for line in seen(tmp_path)[-2:]] == ["round-2", "sft"]
     (tmp_path / "round-2.parquet").unlink()

@@ -895,15 +895,6 @@ def test_a_cap_that_leaves_no_room_for_a_prompt_is_named(copy):
     assert "params.yaml: max_new_tokens: found 96, but the model has only 96 positions" in message
 
 
-def test_too_few_pairs_for_two_sides_is_a_clear_failure(copy):
-    pairs = rows(copy, "preferences/pairs")[:1]
-    path = copy / "data" / "preferences" / "pairs.parquet"
-    tables.write_table(path, tables.PAIRS, pairs, {})
-    message = refuse(copy, "split_preferences")
-    assert "expected pairs on both sides" in message
-    assert not (copy / "data" / "preferences" / "train.parquet").exists()
-
-
 def test_rows_that_are_dropped_are_counted_by_reason_and_printed(copy):
     path = copy / "data" / "source" / "mixed.jsonl"
     good = (copy / "data" / "task" / "sft.jsonl").read_text().splitlines()[:3]

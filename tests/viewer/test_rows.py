@@ -121,6 +121,14 @@ def test_the_lowest_and_the_highest_rows_come_in_order_and_nulls_last(table):
         rows.extreme(1, "reward", descending=False)
 
 
+def test_rows_of_equal_rank_keep_their_order(tmp_path):
+    values = {"x": [i % 7 for i in range(50_000)], "place": range(50_000)}
+    pq.write_table(pa.table(values), tmp_path / "t.parquet")
+    for descending, start in ((False, 0), (True, 6)):
+        found = rows_at(tmp_path / "t.parquet").extreme(100, "x", descending, ["place"])
+        assert [row["place"] for row in found] == list(range(start, 700, 7))
+
+
 def test_the_rounds_of_a_folder_are_one_table_in_their_order(tmp_path):
     for number in (10, 2):
         rows = [update(0, round=number)]
@@ -190,11 +198,13 @@ def test_the_last_line_counts_for_the_type_of_a_column(mixed):
 def test_cells_that_are_written_as_numbers_are_such(tmp_path, name):
     write = gzip.open if name.endswith(".gz") else open
     with write(tmp_path / name, "wt") as file:
-        file.write('step,loss,code,note\n1,0.5,007,nan\n2,,10,\n-3,2.5e-1,1_0,"a, 2024-01-01"\n')
+        file.write(
+            'step,loss,code,day,note\n1,0.5,007,2024-01-01,nan\n2,,10,,\n-3,2.5e-1,1_0,,"a, b"\n'
+        )
     assert rows_at(tmp_path / name).first(9) == [
-        {"step": 1, "loss": 0.5, "code": "007", "note": "nan"},
-        {"step": 2, "loss": None, "code": "10", "note": None},
-        {"step": -3, "loss": 0.25, "code": "1_0", "note": "a, 2024-01-01"},
+        {"step": 1, "loss": 0.5, "code": "007", "day": "2024-01-01", "note": "nan"},
+        {"step": 2, "loss": None, "code": "10", "day": None, "note": None},
+        {"step": -3, "loss": 0.25, "code": "1_0", "day": None, "note": "a, b"},
     ]
 
 

@@ -1,6 +1,7 @@
 """What a terminal gets: nothing that acts on it, and lines that fit."""
 
 import io
+from datetime import date
 
 from rich.console import Console
 
@@ -10,7 +11,7 @@ from stages.viewer.text import cell, print_rows, shown
 def test_values_become_short_text():
     assert cell(0.123456) == "0.1235"
     assert cell(None) == "null" and cell(True) == "true" and cell(12) == "12"
-    assert cell("") == "''"
+    assert cell("") == "''" and cell(date(2024, 1, 2)) == "2024-01-02"
     assert cell([0.5, 0.5, 0.5]) == "0.5 x 3"
     assert cell([1, 2, 3]) == "3 ids"
     assert cell([-1.5, 0.25]) == "-1.5..0.25 (2)"

@@ -45,6 +45,10 @@ def test_a_pair_has_a_prompt_and_two_answers_and_a_row_without_ids_nothing():
     row = {"prompt_ids": [4], "chosen_ids": [5], "rejected_ids": [6, 7], "margin": 0.0}
     assert [s.title for s in spans(row, None)] == ["prompt", "chosen", "rejected"]
     assert spans({"round": 1}, None) == []
+    scored = spans(
+        row | {"log_probs_ref_chosen": [-1.0], "log_probs_ref_rejected": [0.0, -2.0]}, None
+    )
+    assert [s.figures for s in scored] == [{}, {"log-prob": [-1.0]}, {"log-prob": [0.0, -2.0]}]
 
 
 @pytest.mark.parametrize("measure", ["ratio", "advantage", "reference"])
