@@ -1,4 +1,4 @@
-"""The README's snippets over the tables, each run as it stands; answers known from the rows."""
+"""The pages' snippets over the tables, each run as it stands; answers known from the rows."""
 
 import re
 import shlex
@@ -16,19 +16,16 @@ from stages.models.tiny import byte_tokenizer, random_llama
 from stages.show import show
 from tests.helpers.handmade import COMPLETIONS, write_run
 from tests.helpers.tiny import ROOT
+from tools.docs_numbers import pages
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def section(title: str) -> str:
-    return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in pages(ROOT)}
 
 
-def blocks(title: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", section(title), re.DOTALL)
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)
 
 
-BLOCKS = blocks("Reading the tables with other tools")
+BLOCKS = blocks("tables")
 TOOLS = ["duckdb", "pandas", "polars", "datasets"]
 
 
@@ -71,40 +68,46 @@ def test_a_snippet_answers_its_three_questions(block, tmp_path, monkeypatch):
     assert by_length == [pytest.approx(row) for row in mean_advantage_by_length()]
 
 
-def test_the_readme_finds_what_got_worse_and_what_lies_behind_it(tmp_path):
+def test_the_page_finds_what_got_worse_and_what_lies_behind_it(tmp_path):
     """Prompt 3 parts at its second token: z, with an advantage of 0.25 there, instead of a."""
-    code = "".join(blocks("Why did a held-out prompt get worse?"))
-    for ours, theirs in (("112", "3"), ("[3]", "[2]"), ("('t', 'n')", "('a', 'z')")):
-        assert ours in code
-        code = code.replace(ours, theirs)
     tokenizer = byte_tokenizer(64)
+    z, a = (tokenizer(letter)["input_ids"][0] for letter in "za")
     for number in (1, 2):
         model = random_llama(tokenizer, 16, 32, 1, 2, 64, 0.1, 0.0)
         save_model(tmp_path / f"models/policy/{number}", model, tokenizer)
     found = {}
     with chdir(write_run(tmp_path)):
-        exec(code, found)
+        exec("".join(blocks("worse")), found)
         worse, behind = found["worse"].fetchall(), found["behind"].fetchall()
-    assert worse == [(3, "ba", "ba", "bz", 2, 0.0, 0.25)]
+    assert worse == [(3, "ba", "ba", "bz", 2, a, z, 0.0, 0.25)]
     assert behind == [(0, 0, "yz", "zyx", 0.0, None, 0.25)]
     for policy in ("models/policy/1", "models/policy/2"):
-        chances = list(found["likely"][policy].values())
-        assert len(chances) == 4 and 1 > chances[0] >= chances[-1] > 0
+        assert found["likely"][policy].keys() == {"a", "z"}
+        assert all(0 < chance < 1 for chance in found["likely"][policy].values())
 
 
-RENAMED = {"5": "1", "371": "0", "3": "1", "prompt_index == 112": "prompt_index == 3"}
+# A round, group, sample and prompt that the tiny run lacks become some that it has.
+OTHERS = {"--round": "1", "--group": "0", "--sample": "1", "--where": "prompt_index == 3"}
 
 
 def commands() -> list[list[str]]:
-    """The words after `python -m stages.show` of each such line of the README."""
-    lines = re.findall(r"^    python -m stages\.show (.*)$", README, re.MULTILINE)
+    """The words after `python -m stages.show` of each such line of the pages."""
+    lines = re.findall(r"^    python -m stages\.show (.*)$", "\n".join(PAGES.values()), re.MULTILINE)
     return [shlex.split(line, comments=True) for line in lines]
 
 
+def fitted(words: list[str]) -> list[str]:
+    """The words of a command with numbers that the tiny run has."""
+    found = [words[0].replace("round-3", "round-1")]
+    for option, word in zip(words, words[1:], strict=False):
+        other = option in OTHERS and (option != "--where" or "prompt_index" in word)
+        found.append(OTHERS[option] if other else word)
+    return found
+
+
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_a_command_of_the_readme_shows_something(words, tmp_path):
-    """A round and a group that the tiny run lacks become some that it has."""
-    words = [RENAMED.get(word, word).replace("round-3", "round-1") for word in words]
+def test_a_command_of_a_page_shows_something(words, tmp_path):
+    words = fitted(words)
     with chdir(write_run(tmp_path)):
         if words[0].startswith("models/policy"):
             (tmp_path / "models/policy").mkdir(parents=True)
@@ -112,3 +115,7 @@ def test_a_command_of_the_readme_shows_something(words, tmp_path):
             (tmp_path / words[0] / "config.json").write_text("{}")
         result = CliRunner().invoke(show, words)
     assert result.exit_code == 0, result.output
+
+
+def test_the_pages_hold_commands_of_the_viewer():
+    assert len(commands()) >= 8
