@@ -27,6 +27,7 @@ from stages.direct.pairs import chosen_kl, losses, pair_log_probs, sums_of
 from stages.knobs.train_direct import Direct, Knobs
 from stages.models.checkpoints import load_policy, save_model
 from stages.models.compute import accelerator as make_accelerator
+from stages.models.recompute import recompute_layers
 from stages.training.batching import pair_lengths
 from stages.training.saving import Saver, work_of
 from stages.training.steps import check_weights
@@ -48,6 +49,8 @@ def train_direct(
     with random_access(train_path, scored) as rows, random_access(validation, scored) as held_out:
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         policy = load_policy(start, knobs.attention, accelerator.device, trust)
+        if knobs.gradient_checkpointing:
+            recompute_layers(policy)
         with accelerator.autocast():
             before = validate(policy, held_out, knobs.direct)
         inputs = [train_path, validation, start]
