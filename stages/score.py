@@ -26,7 +26,6 @@ from stages.base.contents import (
     check_provenance,
     check_vocabulary,
 )
-from stages.base.errors import InputError
 from stages.base.metrics import Means, write_json
 from stages.base.tables import (
     BUFFERS,
@@ -52,9 +51,6 @@ def score(
     knobs = params.load(Knobs)
     largest = check_contents(rollouts, ROLLOUTS)
     provenance = check_provenance(rollouts, "prompt_cursor")
-    with open_table(rollouts, ROLLOUTS) as file:
-        if not file.metadata.num_rows:
-            raise InputError(f"{rollouts}: no rows; expected the completions of a round")
     accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
     models = Measurement(rollouts, largest, knobs, accelerator)
     columns = models.columns(policy, reward_model, reference)

@@ -16,11 +16,13 @@ import click
 
 from stages.base import params
 from stages.base.command import Stage, paths, progress, say
+from stages.base.contents import check_contents, check_vocabulary
 from stages.base.metrics import write_json
 from stages.base.tables import PAIRS, SCORED_PAIRS, iterate_batches, open_table, write_table
 from stages.knobs.score_pairs import Knobs
 from stages.models.checkpoints import load_policy
 from stages.models.compute import accelerator as make_accelerator
+from stages.models.compute import vocabulary_of
 from stages.models.scorers import reference_log_probs
 
 SIDES = ("chosen", "rejected")
@@ -42,6 +44,8 @@ def score_pairs(
     accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
     trust = knobs.model.trust_remote_code
     model = load_policy(reference, knobs.attention, accelerator.device, trust)
+    for path in (train, validation):
+        check_vocabulary(path, check_contents(path, PAIRS), vocabulary_of(model), reference)
     found = {}
     for name, pairs, out in (
         ("train", train, train_out),

@@ -18,6 +18,7 @@ import torch
 from stages.base import params
 from stages.base.chunks import chunks
 from stages.base.command import Stage, paths, say
+from stages.base.contents import check_contents, check_vocabulary
 from stages.base.files import replacing
 from stages.base.metrics import write_json
 from stages.base.tables import SCORED_PAIRS, random_access
@@ -27,6 +28,7 @@ from stages.direct.pairs import chosen_kl, losses, pair_log_probs, sums_of
 from stages.knobs.train_direct import Direct, Knobs
 from stages.models.checkpoints import load_policy, save_model
 from stages.models.compute import accelerator as make_accelerator
+from stages.models.compute import vocabulary_of
 from stages.models.recompute import recompute_layers
 from stages.training.batching import pair_lengths
 from stages.training.saving import Saver, work_of
@@ -46,11 +48,14 @@ def train_direct(
     knobs = params.load(Knobs)
     trust = knobs.model.trust_remote_code
     scored = SCORED_PAIRS
+    largest = {path: check_contents(path, scored) for path in (train_path, validation)}
     with random_access(train_path, scored) as rows, random_access(validation, scored) as held_out:
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         policy = load_policy(start, knobs.attention, accelerator.device, trust)
         if knobs.gradient_checkpointing:
             recompute_layers(policy)
+        for path, found in largest.items():
+            check_vocabulary(path, found, vocabulary_of(policy), start)
         with accelerator.autocast():
             before = validate(policy, held_out, knobs.direct)
         inputs = [train_path, validation, start]

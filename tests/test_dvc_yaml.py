@@ -143,7 +143,7 @@ EDITS = {
     "stages/models/forward.py": SAMPLE | TRAIN | SCORE | {"prepare_model"},
     "stages/direct/losses.py": {"train_direct"},
     "stages/training/batching.py": TRAIN,
-    "stages/rollouts/engine.py": SAMPLE,
+    "stages/rollouts/engine.py": SAMPLE | {"prepare_model"},  # which tries the sampler
     "stages/rl/objectives.py": {"optimize"},
     "stages/page/page.py": {"report"},
     "stages/knobs/optimize.py": {"optimize"},

@@ -12,16 +12,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from stages.base.errors import InputError
-from stages.base.tables import iterate_batches, read_provenance
+from stages.base.tables import IGNORED, iterate_batches, read_provenance
 
 IDS = ("input_ids", "prompt_ids", "completion_ids", "chosen_ids", "rejected_ids")
-UNLABELLED = -100
 # Column -> the column of ids that it has one entry for each of.
 BESIDE = {
     "labels": "input_ids",
     "log_probs_old": "completion_ids",
     "log_probs_ref": "completion_ids",
     "values_old": "completion_ids",
+    "log_probs_ref_chosen": "chosen_ids",
+    "log_probs_ref_rejected": "rejected_ids",
 }
 
 Largest = dict[str, tuple[int, int]]
@@ -87,8 +88,8 @@ def _check_column(path: Path, name: str, column: pa.Array, start: int) -> None:
     if name == "margin":
         refuse(pc.less(flat, 0.0), "expected 0 or more")
     if name == "labels":
-        wrong = pc.and_(pc.less(flat, 0), pc.not_equal(flat, UNLABELLED))
-        refuse(wrong, f"expected ids, or {UNLABELLED} for none")
+        wrong = pc.and_(pc.less(flat, 0), pc.not_equal(flat, IGNORED))
+        refuse(wrong, f"expected ids, or {IGNORED} for none")
     if name in IDS:
         refuse(pc.less(flat, 0), "expected ids, 0 or more")
         empty = pc.index(pc.equal(pc.list_value_length(column), 0), True).as_py()

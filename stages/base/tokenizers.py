@@ -7,8 +7,9 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from stages.base.errors import InputError
-from stages.base.trust import check_own
+from stages.base.trust import check_own, object_of
 
+GENERAL = ("TokenizersBackend", "PreTrainedTokenizerFast")
 UNREADABLE = "no tokenizer can be made of its files; expected a tokenizer.json"
 RANKS = re.compile(rb"[A-Za-z0-9+/=]+ \d+\r?\n")  # a line of tiktoken's format
 NEEDED = {"tiktoken": ["tiktoken"], "sentencepiece": ["sentencepiece", "google.protobuf"]}
@@ -19,21 +20,29 @@ def load_tokenizer(folder: Path, trust: bool = False):
     if not (folder / "tokenizer_config.json").is_file():
         raise InputError(f"{folder}: no tokenizer_config.json; expected a model folder of a stage")
     check_own(folder, trust)
+    return read_tokenizer(folder, trust)
+
+
+def read_tokenizer(folder: Path, trust: bool):
+    """The tokenizer of a folder, as its tokenizer.json is wherever that is said to be all of it.
+
+    AutoTokenizer puts a class of the architecture in place of a general one for some models, whose
+    splitting and special tokens are others (Qwen2), and mistral_common's beside a tekken.json.
+    """
+    config = folder / "tokenizer_config.json"
+    named = object_of(config) if config.is_file() else {}
+    whole = (folder / "tokenizer.json").is_file() and "auto_map" not in named
+    if whole and (named.get("tokenizer_class") in GENERAL or (folder / "tekken.json").is_file()):
+        return PreTrainedTokenizerFast.from_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
 
 
 def published_tokenizer(folder: Path, trust: bool):
-    """The fast tokenizer of a model folder from elsewhere.
-
-    A tokenizer.json comes before a tekken.json, from which AutoTokenizer makes a class of its own
-    wherever mistral_common is installed, without the template and special tokens of all others.
-    """
-    if (folder / "tekken.json").is_file() and (folder / "tokenizer.json").is_file():
-        return PreTrainedTokenizerFast.from_pretrained(folder)
+    """The fast tokenizer of a model folder from elsewhere."""
     if not trust:
         check_vocabulary(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+        tokenizer = read_tokenizer(folder, trust)
     except (ImportError, ValueError) as error:
         if "tiktoken" not in str(error):  # asked for whatever is wrong with the files
             raise

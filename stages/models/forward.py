@@ -101,15 +101,6 @@ def find_backbone(model: PreTrainedModel) -> None:
         model.base_model_prefix = "model"  # Llama 4's text model
 
 
-def positions_of(config) -> int | None:
-    """Tokens that a row may have by the model's config; None where it names no limit."""
-    text = config.get_text_config(decoder=True)
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "context_length"):
-        if isinstance(found := getattr(text, name, None), int) and found > 0:
-            return found
-    return None
-
-
 @remember
 def takes(kind: type[nn.Module], argument: str) -> bool:
     """Whether the forward pass of a class has an argument of that name."""

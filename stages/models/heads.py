@@ -69,7 +69,7 @@ def own_classifier(config: PreTrainedConfig) -> type[PreTrainedModel]:
     own = {
         "__init__": __init__,
         "__module__": language_model.__module__,
-        "base_model_prefix": family.base_model_prefix,
+        "base_model_prefix": family.base_model_prefix or "model",
         "config_class": type(config),
     }
     return type(f"{name}ForSequenceClassification", (GenericForSequenceClassification, family), own)

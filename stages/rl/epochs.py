@@ -88,7 +88,7 @@ class Round:
         """Steps of micro-batches of row numbers. Unscorable rows, which weigh nothing, are no part
         of them: whatever stands in such a row can neither stop a step nor skip its mates.
         """
-        settings, used = self.settings, self.targets.used
+        settings, used = self.settings, self.targets.used.tolist()
         sizes = (settings.train_batch_size, settings.batch_acc)
         names = ("optimize", settings.round_number, "shuffle", epoch)
         plan = plan_groups(self.targets.groups.tolist(), *sizes, settings.seed, *names)

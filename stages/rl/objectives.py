@@ -79,8 +79,8 @@ def policy_gradient_loss(
     There is no ratio: right only for samples of the very policy that is trained, which is why its
     objectives have no trust region and refuse several inner epochs. Nothing is ever clipped.
     """
-    advantages = _on_actions(advantages, action_mask)
-    loss = -advantages * torch.where(advantages != 0, log_probs, 0.0)
+    log_probs = torch.where(action_mask, log_probs, 0.0)
+    loss = -_on_actions(advantages, action_mask) * log_probs
     return loss, torch.zeros_like(action_mask)
 
 
@@ -92,9 +92,8 @@ def clipped_ratio_loss(
     PPO, Schulman et al. 2017, eq. 7. The range may be lopsided (DAPO's clip-higher, Yu et al. 2025,
     eq. 8). For A < 0 the paper bounds no ratio above 1; here it ends at RATIO_LIMIT.
     """
-    advantages = _on_actions(advantages, action_mask)
-    log_ratio = _log_ratio(log_probs, log_probs_old, advantages != 0)
-    return _pessimistic(log_ratio, advantages, clip)
+    log_ratio = _log_ratio(log_probs, log_probs_old, action_mask)
+    return _pessimistic(log_ratio, _on_actions(advantages, action_mask), clip)
 
 
 def sequence_ratio_loss(
@@ -107,11 +106,10 @@ def sequence_ratio_loss(
     `seq-mean-token-mean` is the paper's loss, with its gradient -A s / length per token. s lies
     much closer to 1 than a token's ratio: the paper clips at 3e-4 and 4e-4.
     """
-    advantages = _on_actions(advantages, action_mask)
     lengths = action_mask.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
-    acting = action_mask & (advantages != 0).any(1, keepdim=True)
-    mean_log_ratio = _log_ratio(log_probs, log_probs_old, acting).sum(1, keepdim=True) / lengths
-    return _pessimistic(mean_log_ratio.expand_as(log_probs), advantages, clip)
+    log_ratio = _log_ratio(log_probs, log_probs_old, action_mask).sum(1, keepdim=True) / lengths
+    advantages = _on_actions(advantages, action_mask)
+    return _pessimistic(log_ratio.expand_as(log_probs), advantages, clip)
 
 
 def clipped_weight_loss(
@@ -124,8 +122,8 @@ def clipped_weight_loss(
     """
     ratio = _log_ratio(log_probs, log_probs_old, action_mask).exp().detach()
     weight = ratio.clamp(1 - clip.clip_eps_lo, 1 + clip.clip_eps_hi)
-    advantages = _on_actions(advantages, action_mask)
-    loss = -weight * advantages * torch.where(advantages != 0, log_probs, 0.0)
+    log_probs = torch.where(action_mask, log_probs, 0.0)
+    loss = -weight * _on_actions(advantages, action_mask) * log_probs
     return loss, action_mask & (weight != ratio)
 
 
@@ -138,7 +136,7 @@ def soft_gate_loss(
     for a larger tau. tau is tau_pos where A > 0, else tau_neg. Nothing is ever clipped.
     """
     advantages = _on_actions(advantages, action_mask)
-    ratio = _bounded_exp(_log_ratio(log_probs, log_probs_old, advantages != 0))
+    ratio = _bounded_exp(_log_ratio(log_probs, log_probs_old, action_mask))
     tau = torch.full_like(ratio, clip.tau_neg).masked_fill(advantages > 0, clip.tau_pos)
     loss = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
     return loss, torch.zeros_like(action_mask)
@@ -148,14 +146,14 @@ def soft_gate_loss(
 class Objective:
     """One objective: how advantages are estimated, its loss, and what it needs from the pipeline.
 
-    loss          one of the functions above
-    estimator     (rewards (B,), groups (B,)) -> (B,); `gae` where `critic` is true
-    aggregation   the default of `token_weights`
-    kl_placement  where `beta` puts the KL against the reference: in the reward or in the loss
+    loss              one of the functions above
+    estimator         (rewards (B,), groups (B,)) -> (B,); `gae` where `critic` is true
+    aggregation       the default of `token_weights`
+    kl_placement      where `beta` puts the KL against the reference: in the reward or in the loss
     negative_rewards  bears rewards below 0, which a KL in the reward makes
-    critic        needs values and returns
-    groups        needs at least two samples a prompt
-    trust_region  bears several inner epochs over one buffer
+    critic            needs values and returns
+    groups            needs at least two samples a prompt
+    trust_region      bears several inner epochs over one buffer
     """
 
     loss: Callable[[Tensor, Tensor, Tensor, Tensor, Clip], tuple[Tensor, Tensor]]

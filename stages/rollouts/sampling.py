@@ -6,7 +6,7 @@ very logits that were sampled from.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,14 +18,18 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from stages.base.chunks import chunks
 from stages.base.randomness import generator
-from stages.models.forward import Ids, head_logits
+from stages.models.forward import Ids, head_logits, route_of
 from stages.models.log_probs import token_log_probs
+from stages.models.scorers import reference_log_probs
 from stages.rollouts.decoding import CachedRows, WholeRows, side_by_side, start_rows
 
 # Rows that have ended are dropped from the batch once they are this share of it: dropping copies
 # the cache.
 DROP_SHARE = 1 / 8
+# Numbers of logits that are held at once where log-probs come from passes over whole rows.
+LOGITS = 2**27
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,6 @@ def uniforms(seed: int, stage: str, round_number: int, position: int, shape: tup
     return torch.rand(shape, generator=generator(seed, stage, round_number, "sample", position))
 
 
-@torch.inference_mode()
 def sample(
     policy: PreTrainedModel, prompts: Sequence[Ids], draws: Tensor | None, sampling: Sampling
 ) -> list[Completion]:
@@ -73,7 +76,32 @@ def sample(
     `draws` are uniform in [0, 1) and pick each token by its cumulative probability; None decodes
     one greedy completion a prompt, whose log-probs are those at temperature 1. The policy must be
     in evaluation mode.
+
+    A recurrent state that is carried on token by token is another computation than a pass over the
+    row, and not always as exact: by the unpadded route the log-probs come from such a pass.
     """
+    completions = draw(policy, prompts, draws, sampling)
+    if route_of(policy.base_model) != "unpadded":
+        return completions
+    group = len(completions) // len(prompts)
+    rows = [
+        {"prompt_ids": prompts[place // group], "completion_ids": completion.ids}
+        for place, completion in enumerate(completions)
+    ]
+    temperature = 1.0 if draws is None else sampling.temperature
+    vocabulary = policy.get_output_embeddings().weight.shape[0]
+    at_once = max(1, LOGITS // (sampling.max_new_tokens * vocabulary))
+    restated = []
+    for part in chunks(rows, at_once):
+        restated += reference_log_probs(policy, part, temperature)
+    return [replace(c, log_probs=row) for c, row in zip(completions, restated, strict=True)]
+
+
+@torch.inference_mode()
+def draw(
+    policy: PreTrainedModel, prompts: Sequence[Ids], draws: Tensor | None, sampling: Sampling
+) -> list[Completion]:
+    """`sample` with the log-probs of the very states that were sampled from, on every route."""
     if policy.training:
         raise ValueError("the policy is in training mode: dropout would change its log-probs")
     group = 1 if draws is None else draws.shape[1]

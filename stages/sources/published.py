@@ -156,7 +156,6 @@ def finished(place: Path, model: PreTrainedModel, generation: dict) -> PreTraine
     """
     check_causal(place, [type(model).__name__])
     config = model.config
-    drop_sampling(config)
     ids = {name: generation.get(name) for name in SPECIAL_IDS}
     ids = {n: getattr(config, n, None) if value is None else value for n, value in ids.items()}
     if odd := {name: value for name, value in ids.items() if not is_ids(value)}:

@@ -19,7 +19,9 @@ from stages.models.compute import all_finite
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Mistral's own format of the same weights, which it publishes beside those of transformers.
 SAME_AGAIN = re.compile(r"consolidated.*\.safetensors")
-ADAPTER = re.compile(r"adapter_config\.json|.*(adapter|lora).*\.(safetensors|npz|bin|pt)", re.I)
+ADAPTER = re.compile(
+    r"adapter_config\.json|(?!model-).*(adapter|lora).*\.(safetensors|npz|bin|pt)", re.I
+)
 FLOATS = {"F64", "F32", "F16", "BF16"}
 SCALES = ("_scale_inv", "_scale")
 # What wraps a model in training and then stands in the names of its weights.
@@ -135,8 +137,10 @@ def check_loaded(place: object, model: PreTrainedModel, info: Mapping) -> None:
             f"{place}: {kind} has no place for the weights {few(unexpected)}; expected its own"
             " alone, none of which is left out"
         )
+    trained = dict(model.named_parameters())
     for name, weight in model.state_dict().items():
-        if weight.is_floating_point() and not all_finite(weight):
+        # A buffer may be a mask, which -inf belongs in.
+        if not all_finite(weight) if name in trained else weight.isnan().any():
             raise InputError(f"{place}: {name} holds NaN or infinite weights, expected finite ones")
 
 

@@ -7,7 +7,14 @@ import pytest
 
 from stages.base.contents import check_contents, check_provenance, check_vocabulary
 from stages.base.errors import InputError
-from stages.base.tables import BUFFERS, PAIRS, ROWS_PER_GROUP, SFT, write_table
+from stages.base.tables import (
+    BUFFERS,
+    PAIRS,
+    ROWS_PER_GROUP,
+    SCORED_PAIRS,
+    SFT,
+    write_table,
+)
 
 
 def completion(**changes) -> dict:
@@ -75,6 +82,14 @@ def test_a_pair_that_no_stage_wrote_is_refused(tmp_path, changes, expected):
     path = table(tmp_path, PAIRS, [PAIR, PAIR | changes])
     with pytest.raises(InputError, match=f"row 1: {expected}"):
         check_contents(path, PAIRS)
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_a_scored_pair_has_a_log_prob_for_each_token_of_its_side(tmp_path, side):
+    scored = PAIR | {"log_probs_ref_chosen": [-0.5, -1.0], "log_probs_ref_rejected": [-2.0]}
+    path = table(tmp_path, SCORED_PAIRS, [scored, scored | {f"log_probs_ref_{side}": [0.0] * 3}])
+    with pytest.raises(InputError, match=f"row 1: 'log_probs_ref_{side}' has 3 entries, expected"):
+        check_contents(path, SCORED_PAIRS)
 
 
 @pytest.mark.parametrize(

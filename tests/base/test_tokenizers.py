@@ -4,10 +4,10 @@ import json
 from importlib.util import find_spec
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from stages.base.errors import InputError
-from stages.base.tokenizers import published_tokenizer
+from stages.base.tokenizers import load_tokenizer, published_tokenizer
 from tests.helpers.models import byte_tokenizer, gpt2, llama, saved
 
 SENTENCEPIECE = b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02"
@@ -96,3 +96,21 @@ def test_words_and_merges_of_gpt2_are_read(tmp_path):
     files = {"vocab_json": words, "merges_txt": b"#version: 0.2\na b\n"}
     found = published_tokenizer(folder_with(tmp_path, *lost, make=gpt2, **files), False)
     assert found("abba")["input_ids"] == [2, 1, 0]
+
+
+def test_a_tokenizer_of_no_architecture_is_its_tokenizer_json_whatever_the_model(tmp_path):
+    """For Qwen2 AutoTokenizer adds a token, another normalizer and another way to split."""
+    config = Qwen2Config(
+        vocab_size=262,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    folder = saved(tmp_path / "source", Qwen2ForCausalLM(config))
+    whole = byte_tokenizer().backend_tokenizer.to_str()
+    assert AutoTokenizer.from_pretrained(folder).backend_tokenizer.to_str() != whole
+    for found in (published_tokenizer(folder, False), load_tokenizer(folder)):
+        assert found.backend_tokenizer.to_str() == whole
+        assert found.special_tokens_map == byte_tokenizer().special_tokens_map

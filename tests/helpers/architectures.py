@@ -141,6 +141,7 @@ ARCHITECTURES: dict[str, dict] = {
     | {"context_length": 128},
     # no decoders, or without a cache
     "OpenAIGPT": GPT,
+    "CTRL": GPT | {"dff": 48},
     "Bart": {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4}
     | {"decoder_ffn_dim": 48, "encoder_layers": 1, "max_position_embeddings": 128},
     "Bert": BASE,

@@ -19,6 +19,8 @@ from transformers import (
     LlamaForSequenceClassification,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
 )
 
 from stages.base.files import replacing
@@ -189,3 +191,19 @@ def sliding_mistral() -> MistralForCausalLM:
         eos_token_id=None,
     )
     return MistralForCausalLM(config).eval()
+
+
+def mixtral(vocabulary: int = VOCABULARY, **options) -> MixtralForCausalLM:
+    """A model of four experts in its one layer."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        **NO_SPECIAL_IDS | options,
+    )
+    return MixtralForCausalLM(config).eval()

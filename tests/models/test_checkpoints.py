@@ -12,7 +12,7 @@ from stages.models.checkpoints import load_policy, load_scorer, new_scorer
 from stages.models.scorers import scores
 from stages.sources.published import load_foreign
 from stages.text.chat import stop_token_ids
-from stages.training.sft import loss_share
+from stages.training.sft import micro_batch_loss
 from stages.training.steps import adamw, update
 from tests.conftest import forget_code
 from tests.helpers.models import (
@@ -393,7 +393,7 @@ def learned(model, losses) -> dict[str, torch.Tensor]:
 def sft_loss(model):
     """Of two rows of unequal length, in which every id below 8 stands and counts."""
     rows = [{"input_ids": ids, "labels": ids} for ids in ([5, 0, 1, 2, 3, 4, 5], [2, 6, 7, 0])]
-    return loss_share(model, rows, 9)
+    return micro_batch_loss(model, rows, 9)
 
 
 def score_loss(model):

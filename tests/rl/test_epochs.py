@@ -273,6 +273,17 @@ def test_rates_of_policy_and_critic_fall_along_their_cosines_to_the_last_step():
     assert rates == pytest.approx({"policy": 1e-4 * falling[-1], "critic": 3e-4 * falling[-1]})
 
 
+def test_gradients_of_policy_and_critic_are_scaled_down_to_max_norm():
+    rates = {"lr": 0.1, "lr_critic": 0.3}
+    made = run("ppo", sgd=True, max_norm=0.02, **rates)
+    record, before = made.records[0], {"policy": llama(), "critic": llama_scorer(seed=7)}
+    assert record.policy.grad_norm > 0.02 < record.critic.grad_norm
+    for name, rate in (("policy", 0.1), ("critic", 0.3)):
+        after, start = weights_of(getattr(made, name)), weights_of(before[name])
+        moved = torch.cat([(after[key] - start[key]).flatten() for key in start])
+        assert moved.norm().item() == pytest.approx(0.02 * rate, rel=1e-3)
+
+
 def test_entropy_and_kl_to_the_reference_are_means_over_a_rows_tokens():
     policy = llama()
     rows = make_buffer(policy, **SIX)
@@ -402,6 +413,25 @@ def test_the_mean_kl_of_a_step_weighs_tokens_alike():
         log_ratios = [n - o for n, o in zip(new.tolist(), row["log_probs_old"], strict=True)]
         total += sum(math.exp(x) - 1 - x for x in log_ratios)
     assert made.records[0].kl == pytest.approx(total / 23, rel=1e-3)
+
+
+def test_the_figures_of_a_step_are_of_its_own_rows():
+    """Each step is one group; the rate is so low that the policy stays where it is."""
+    rows = make_buffer(llama(), **SIX, moved=0.5)
+    made, wanted = run("grpo", rows, train_batch_size=2, lr=1e-12), []
+    for group in (rows[:2], rows[2:4], rows[4:]):
+        kl, clipped, better = [], [], max(row["reward"] for row in group)
+        for row in group:
+            new = plain_log_probs(llama(), row["prompt_ids"], row["completion_ids"], TEMPERATURE)
+            for n, old in zip(new.tolist(), row["log_probs_old"], strict=True):
+                ratio = math.exp(n - old)
+                kl.append(ratio - 1 - (n - old))
+                clipped.append(ratio > 1.28 if row["reward"] == better else ratio < 0.8)
+        wanted.append((sum(kl) / len(kl), sum(clipped) / len(clipped)))
+    found = sorted((record.kl, record.clipped_fraction) for record in made.records)
+    assert len({share for _, share in wanted}) > 1
+    for pair, hand in zip(found, sorted(wanted), strict=True):
+        assert pair == pytest.approx(hand, rel=1e-3)
 
 
 def test_token_means_weigh_rows_by_length_and_leave_out_what_was_not_seen():

@@ -4,16 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import GenerationConfig, MixtralConfig, MixtralForCausalLM
+from transformers import GenerationConfig
 
 from stages.base.errors import BadKnob, InputError
 from stages.sources.published import drop_balancing, load_foreign
 from tests.helpers.models import (
-    NO_SPECIAL_IDS,
     byte_tokenizer,
     gpt2,
     llama,
+    mixtral,
     same_weights,
     saved,
     weights_of,
@@ -131,23 +130,8 @@ def test_n02_a_model_of_the_hub_with_an_adapter_is_refused(tmp_path, monkeypatch
         load_foreign("me/adapted", None, False)
 
 
-def mixtral(**options) -> MixtralForCausalLM:
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=SIZE,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        **NO_SPECIAL_IDS | options,
-    )
-    return MixtralForCausalLM(config).eval()
-
-
 def test_n22_a_balancing_loss_that_a_config_asks_for_is_said_not_to_be_trained(tmp_path):
-    asks = mixtral(output_router_logits=True, router_aux_loss_coef=0.25)
+    asks = mixtral(SIZE, output_router_logits=True, router_aux_loss_coef=0.25)
     model, _ = load_foreign(str(saved(tmp_path / "source", asks)), None, False)
     line = drop_balancing(model.config)
     assert "output_router_logits; router_aux_loss_coef: 0.25" in line and "\n" not in line

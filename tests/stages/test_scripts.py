@@ -11,6 +11,7 @@ from stages.knobs.train_rm import Rm
 from stages.rl.objectives import OBJECTIVES, Clip
 from stages.rl.stats import CompletionStats
 from stages.rl.targets import Targets
+from stages.training.batching import pair_lengths
 from tests.helpers.models import llama_scorer, random_ids
 from tests.helpers.tiny import small_params
 
@@ -84,7 +85,7 @@ def test_the_figures_of_a_round_by_hand():
     tokens = [torch.tensor(x) for x in ([1.0], [2.0, 2.0], [-1.0, 0.0, 1.0], [9.0])]
     values = [torch.tensor(x) for x in ([0.0], [1.0, 1.0], [0.0, 0.0, 0.0], [7.0])]
     returns = [torch.tensor(x) for x in ([1.0], [3.0, 1.0], [0.0, 2.0, 4.0], [8.0])]
-    rewards = torch.tensor([1.0, 1.0, 4.0, torch.nan])
+    rewards = torch.tensor([1.0, 1.5, 4.0, torch.nan])
     used = torch.tensor([True, True, True, False])
     lengths, groups = torch.tensor([1, 2, 3, 1]), torch.tensor([0, 0, 5, 7])
     targets = Targets(tokens, returns, values, rewards, used, groups, lengths)
@@ -108,9 +109,9 @@ def test_the_figures_of_a_round_by_hand():
         {
             "steps": 3,
             "epochs": 2,
-            "reward_shaped": 2.0,
+            "reward_shaped": 6.5 / 3,
             "advantage_std": deviation,
-            "groups_without_spread": 1.0,
+            "groups_without_spread": 1 / 2,
             "unscorable": 1,
             "ratio_mean": (1 + 4 + 9) / 6,
             "ratio_max": 6.0,
@@ -187,7 +188,7 @@ class Table(list):
 
 
 def test_pairs_are_as_long_as_prompt_and_longer_answer():
-    assert train_rm.pair_lengths(Table(pairs())) == [3 + 4, 5 + 6, 2 + 5]
+    assert pair_lengths(Table(pairs())) == [3 + 4, 5 + 6, 2 + 5]
 
 
 def test_the_figures_of_a_reward_model_by_hand():

@@ -763,6 +763,35 @@ def test_n12_a_result_printed_with_the_answer_behind_the_header_is_not_trained(m
     assert trained(tokenizer, last(tokenizer, ASKED)) == ["two<|im_end|>"]
 
 
+def test_n12_a_result_printed_before_the_end_of_the_calls_turn_is_not_trained():
+    result = "{% if m.tool_calls and not loop.last %}result {{ messages[loop.index].content }};"
+    turn = f"<|assistant|>{CALLS}{{{{ m.content }}}}{result}{{% endif %}}<|im_end|>"
+    tokenizer = byte_tokenizer(ONE_TURN % (turn, "", ""))
+    assert trained(tokenizer, every(tokenizer, ASKED)) == ["call calc;", "two<|im_end|>"]
+
+
+@pytest.mark.parametrize("content", ["SECRET", " SECRET ", "SECRET\n\n"])
+def test_n12_a_result_whose_ends_the_template_trims_is_found_all_the_same(content):
+    template = ONE_TURN % (ONE_TURNS["calls open the turn"][0], "{{ m.content | trim }};", "")
+    tokenizer = byte_tokenizer(template)
+    turns = [*ASKED[:2], said("tool", content), *ASKED[3:]]
+    assert trained(tokenizer, every(tokenizer, turns)) == ["call calc;", "two<|im_end|>"]
+    last_turn = (
+        f"<|assistant|>{{% if {LOOK_BACK} %}}{{{{ messages[loop.index0 - 1].content | trim }}}}"
+    )
+    template = ONE_TURN % (f"{last_turn};{{% endif %}}{CALLS}{{{{ m.content }}}}<|im_end|>", "", "")
+    row = every(byte_tokenizer(template), turns)
+    assert trained(tokenizer, row) == ["call calc;<|im_end|>", "two<|im_end|>"]
+
+
+def test_n12_a_result_printed_behind_the_answer_drops_the_row():
+    result = f"{{% if {LOOK_BACK} %}}{{{{ messages[loop.index0 - 1].content }}}};{{% endif %}}"
+    turn = f"<|assistant|>{CALLS}{{{{ m.content }}}};{result}<|im_end|>"
+    tokenizer = byte_tokenizer(ONE_TURN % (turn, "", ""))
+    reason = "the chat template shows what a tool said within an answer"
+    assert every(tokenizer, ASKED) == last(tokenizer, ASKED) == Dropped(reason)
+
+
 def test_n12_a_result_that_cannot_be_told_from_the_call_drops_the_row():
     turn = (
         f"<|assistant|>{CALLS}{{{{ m.content }}}}"
