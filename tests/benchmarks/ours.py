@@ -253,7 +253,7 @@ def tokenize(args) -> dict:
 
     def once():
         name, rows = open_source("sft", knobs.sft, Path(args.data), knobs.seed)
-        work = partial(encode, tokenizer, knobs.sft)
+        work = partial(encode, tokenizer, knobs.sft.train_on, knobs.sft.max_length)
         encoded = tokenized(rows, work, SFT, Intake(name))
         return write_batches(Path("tokenized.parquet"), SFT, encoded, {})
 
