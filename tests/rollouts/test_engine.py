@@ -177,6 +177,16 @@ def test_dynamic_sampling_may_keep_nothing_at_all():
     assert (made.counts.kept, made.counts.dropped, made.counts.cursor) == (0, 8, 8)
 
 
+def test_groups_without_any_score_are_counted_apart_and_anew_in_each_round():
+    made = engine()
+    for round_number in (1, 2):
+        assert rows_of(made, round_number, wanted=2, tries=1) == []
+        assert (made.counts.dropped, made.counts.unscored) == (2, 2)
+    some = engine(rewards=judged(dict.fromkeys(range(100, 106))))
+    assert rows_of(some, wanted=2, tries=1) == []
+    assert (some.counts.dropped, some.counts.unscored) == (2, 0)
+
+
 def test_without_dynamic_sampling_every_group_is_kept():
     made = engine(rewards=judged(dict.fromkeys(range(100, 106), False)))
     assert len(rows_of(made)) == 12
