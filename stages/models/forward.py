@@ -60,10 +60,10 @@ class States:
         return torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths[:, None]
 
 
-def right_pad(rows: Sequence[Ids], device=None) -> tuple[Tensor, Tensor]:
-    """(B lists) -> ids (B, T) padded with 0 on the right, lengths (B,)."""
+def right_pad(rows: Sequence[Ids], device=None, fill: int = 0) -> tuple[Tensor, Tensor]:
+    """(B lists) -> ids (B, T) padded with `fill` on the right, lengths (B,)."""
     lengths = torch.tensor([len(row) for row in rows], device=device)
-    padded = [list(row) + [0] * (max(map(len, rows)) - len(row)) for row in rows]
+    padded = [list(row) + [fill] * (max(map(len, rows)) - len(row)) for row in rows]
     return torch.tensor(padded, dtype=torch.long, device=device), lengths
 
 
@@ -251,7 +251,10 @@ def full_states(
     """`completion_states` as one plain right-padded forward pass over prompt + completion."""
     device = backbone.device
     pairs = list(zip(prompts, completions, strict=True))
-    rows, row_lengths = right_pad([[*prompt, *completion] for prompt, completion in pairs], device)
+    rows = [[*prompt, *completion] for prompt, completion in pairs]
+    # Padded with a token of the text: the embedding of the id 0 may be zeros, of which Gemma 3n
+    # takes a root, and the gradient of that is NaN even where nothing asks for it.
+    rows, row_lengths = right_pad(rows, device, fill=rows[0][0])
     mask = torch.arange(rows.shape[1], device=device) < row_lengths[:, None]
     # What is computed anew, in the backward pass, stands outside of this block.
     with nullcontext() if recomputes(backbone) else attention_kernel(mask):

@@ -21,6 +21,7 @@ from stages.models.forward import (
     right_pad,
 )
 from stages.models.log_probs import token_log_probs
+from tests.helpers.architectures import seeded
 from tests.helpers.models import POLICIES, gpt2, llama, llama_config, plain_logits, sliding_mistral
 
 PROMPTS = {
@@ -122,6 +123,15 @@ def test_the_result_of_a_row_does_not_depend_on_its_batch_mates(make):
             model.base_model, [prompt for prompt, _ in batch], [answer for _, answer in batch]
         )
         torch.testing.assert_close(together.hidden[-1, :3], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_whose_embedding_is_zero_leaks_no_nan():
+    """Gemma 3n takes the root of a hidden state's mean square, also where a row is padded."""
+    model = seeded("Gemma3nText", 48)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 0
+    full_states(model.base_model, [[3, 9], [5]], [[7, 2, 8], [4]]).hidden[1, 0].sum().backward()
+    assert gradients(model).isfinite().all()
 
 
 def test_action_masks_come_from_lengths_and_not_from_ids():
