@@ -1025,11 +1025,14 @@ def test_a_buffer_that_makes_the_loss_infinite_ends_with_the_row_and_no_model(co
     shutil.rmtree(copy / "models" / "policy" / "1")
 
     def change(row):
-        tokens = len(row["log_probs_ref"])
         chosen = (row["group"], row["sample"]) == (2, 1)
-        return {"log_probs_ref": [200.0] * tokens} if chosen else {}
+        return {"log_probs_ref": [0.0 if chosen else -1e6] * len(row["log_probs_ref"])}
 
     rewritten(copy, change)
+    policy = copy / "models" / "sft" / "model.safetensors"
+    weights = load_file(policy)
+    weights["model.norm.weight"] *= 1e4  # sampled tokens at less than e^-88
+    save_file(weights, policy, {"format": "pt"})
     message = refuse(copy, "optimize@1")
     assert "group 2, sample 1: the loss is inf; nonfinite: stop. Nothing was saved" in message
     assert not (copy / "models" / "policy" / "1").exists()
