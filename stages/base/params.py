@@ -106,7 +106,7 @@ def _problems(section: type[Section], values: dict) -> Iterator[str]:
             message = item["msg"].removeprefix("Value error, ")
             if item["type"] == "missing":
                 yield f"{key}: missing. {_description(section, key)}"
-            elif not key:
+            elif not key or message.startswith(f"{key}."):
                 yield message
             else:
                 found = "" if item["type"] == "value_error" else f"found {item['input']!r}; "

@@ -163,8 +163,9 @@ def test_accumulation_gives_the_update_of_one_large_batch(project):
         ({"direct__loss": "dpoo"}, "direct.loss: found 'dpoo', expected one of dpo, "),
         (
             {"direct__loss": "ipo", "direct__beta": 0.0},
-            "direct.beta: found 0, but loss ipo",
+            "params.yaml: direct.beta: found 0, but loss ipo",
         ),
+        ({"direct__beta": 0.0}, "params.yaml: direct.beta: found 0, which gives loss dpo no grad"),
         ({"direct__gamma": 0.5}, "direct.gamma: found 0.5, but loss dpo does not read it"),
         (
             {"direct__loss": "simpo", "direct__label_smoothing": 0.1},
