@@ -19,9 +19,15 @@ import torch
 
 from stages.base import params
 from stages.base.command import Stage, paths, progress, say
-from stages.base.contents import check_contents, check_provenance, check_vocabulary
+from stages.base.contents import (
+    check_contents,
+    check_positions,
+    check_provenance,
+    check_vocabulary,
+)
 from stages.base.errors import InputError
 from stages.base.metrics import Means, write_json
+from stages.base.positions import positions_of
 from stages.base.tables import BUFFERS, UPDATES, Rows, random_access, write_table
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.optimize import Knobs
@@ -64,6 +70,7 @@ def optimize(
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         learner, state = load_learner(start, reward_model, knobs, accelerator.device)
         check_vocabulary(buffer, largest, vocabulary_of(learner.policy), start)
+        check_positions(buffer, BUFFERS, positions_of(learner.policy.config), start)
         learning = Round(accelerator, learner, rows, targets, settings)
         name, inputs = f"optimize-{round_number}", [buffer, start, reward_model]
         saver = Saver(work_of(name, inputs, knobs, accelerator.device))

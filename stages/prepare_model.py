@@ -21,6 +21,7 @@ from stages.base.command import Stage, paths, say
 from stages.base.errors import BadKnob
 from stages.base.files import replacing
 from stages.base.metrics import read_json, write_json
+from stages.base.positions import positions_of
 from stages.base.randomness import seed_everything
 from stages.knobs.prepare_model import Knobs
 from stages.models import tiny
@@ -30,7 +31,6 @@ from stages.models.heads import check_scorer
 from stages.rollouts.guard import find_route
 from stages.sources.published import drop_balancing, load_foreign
 from stages.text.chat import stop_token_ids
-from stages.text.positions import positions_of
 from stages.text.templates import record_template
 
 

@@ -26,7 +26,7 @@ from stages.base.verifiers import can_verify
 from stages.knobs.prepare_task import Knobs
 from stages.rows.canonical import PromptRow
 from stages.rows.inputs import look_into
-from stages.rows.task import generate
+from stages.rows.task import check_entry, generate
 from stages.text.messages import Dropped
 
 
@@ -78,9 +78,13 @@ def check_datasets(knobs: Knobs, sets: dict[str, list[dict]]) -> None:
 def check_answers(prompts: Iterable[tuple[int, PromptRow | Dropped]], knobs: Knobs) -> None:
     """Raise InputError where no prompt can be verified and so no completion would have a reward."""
     name, weight = knobs.verifier, knobs.rewards.correctness
-    rows = (row for _, row in prompts if isinstance(row, PromptRow))
-    if weight is None or any(can_verify(name, row.answer, row.entry) for row in rows):
+    if weight is None:
         return
+    for number, row in prompts:
+        if name == "task" and isinstance(row, PromptRow) and row.entry is not None:
+            check_entry(f"{knobs.prompts.dataset}: row {number}", row.entry)
+        if isinstance(row, PromptRow) and can_verify(name, row.answer, row.entry):
+            return
     wanted = {"task": "'entry'", "numeric": "'answer' with a number"}.get(name, "'answer'")
     raise InputError(
         f"{knobs.prompts.dataset}: verifier {name} needs {wanted} and no prompt has one, so that"

@@ -23,10 +23,12 @@ from stages.base.command import Stage, paths, progress, say
 from stages.base.contents import (
     Largest,
     check_contents,
+    check_positions,
     check_provenance,
     check_vocabulary,
 )
 from stages.base.metrics import Means, write_json
+from stages.base.positions import positions_of
 from stages.base.tables import (
     BUFFERS,
     ROLLOUTS,
@@ -93,11 +95,16 @@ class Measurement:
             columns["values_old"] = self.scores_and_values("critic", critic)[1]
         return columns
 
+    def check_fit(self, model, folder: Path) -> None:
+        """Raise InputError for a row that a model cannot read."""
+        check_vocabulary(self.rollouts, self.largest, vocabulary_of(model), folder)
+        check_positions(self.rollouts, ROLLOUTS, positions_of(model.config), folder)
+
     def scores_and_values(self, name: str, folder: Path) -> tuple[list, list]:
         """A score of each completion, and the values before each of its tokens."""
         trust = self.knobs.model.trust_remote_code
         model = load_scorer(folder, self.knobs.attention, self.accelerator.device, trust)
-        check_vocabulary(self.rollouts, self.largest, vocabulary_of(model), folder)
+        self.check_fit(model, folder)
         pairs = self._each_batch(
             name, lambda rows: list(zip(*scores_and_values(model, rows), strict=True))
         )
@@ -106,7 +113,7 @@ class Measurement:
     def reference_log_probs(self, folder: Path) -> list[list[float]]:
         trust = self.knobs.model.trust_remote_code
         model = load_policy(folder, self.knobs.attention, self.accelerator.device, trust)
-        check_vocabulary(self.rollouts, self.largest, vocabulary_of(model), folder)
+        self.check_fit(model, folder)
         temperature = self.knobs.temperature
         return self._each_batch(
             "reference", lambda rows: reference_log_probs(model, rows, temperature)

@@ -16,8 +16,9 @@ import click
 
 from stages.base import params
 from stages.base.command import Stage, paths, progress, say
-from stages.base.contents import check_contents, check_vocabulary
+from stages.base.contents import check_contents, check_positions, check_vocabulary
 from stages.base.metrics import write_json
+from stages.base.positions import positions_of
 from stages.base.tables import PAIRS, SCORED_PAIRS, iterate_batches, open_table, write_table
 from stages.knobs.score_pairs import Knobs
 from stages.models.checkpoints import load_policy
@@ -46,6 +47,7 @@ def score_pairs(
     model = load_policy(reference, knobs.attention, accelerator.device, trust)
     for path in (train, validation):
         check_vocabulary(path, check_contents(path, PAIRS), vocabulary_of(model), reference)
+        check_positions(path, PAIRS, positions_of(model.config), reference)
     found = {}
     for name, pairs, out in (
         ("train", train, train_out),

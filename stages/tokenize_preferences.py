@@ -17,6 +17,7 @@ import click
 from stages.base import params
 from stages.base.command import Stage, paths, say
 from stages.base.metrics import write_json
+from stages.base.positions import longest_row
 from stages.base.tables import PAIRS, write_batches
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.tokenize_preferences import Knobs
@@ -24,7 +25,6 @@ from stages.rows.canonical import PreferenceRow
 from stages.rows.inputs import Intake, open_source, tokenized
 from stages.text.chat import encode_pairs
 from stages.text.messages import Dropped
-from stages.text.positions import longest_row
 from stages.text.templates import tools_unseen
 
 

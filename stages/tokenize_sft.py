@@ -17,6 +17,7 @@ import click
 from stages.base import params
 from stages.base.command import Stage, paths, say
 from stages.base.metrics import write_json
+from stages.base.positions import longest_row
 from stages.base.tables import IGNORED, SFT, write_batches
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.tokenize_sft import Knobs
@@ -24,7 +25,6 @@ from stages.rows.canonical import SftRow
 from stages.rows.inputs import Intake, open_source, tokenized
 from stages.text.chat import TrainOn, encode_conversations, encode_texts
 from stages.text.messages import Dropped
-from stages.text.positions import longest_row
 from stages.text.templates import tools_unseen
 
 SUMS = ("tokens", "trained_tokens", "truncated", "masked_by_offsets")

@@ -18,9 +18,10 @@ import torch
 from stages.base import params
 from stages.base.chunks import chunks
 from stages.base.command import Stage, paths, say
-from stages.base.contents import check_contents, check_vocabulary
+from stages.base.contents import check_contents, check_positions, check_vocabulary
 from stages.base.files import replacing
 from stages.base.metrics import write_json
+from stages.base.positions import positions_of
 from stages.base.tables import SCORED_PAIRS, random_access
 from stages.base.tokenizers import load_tokenizer
 from stages.direct.losses import LOSSES, LossKnobs
@@ -56,6 +57,7 @@ def train_direct(
             recompute_layers(policy)
         for path, found in largest.items():
             check_vocabulary(path, found, vocabulary_of(policy), start)
+            check_positions(path, scored, positions_of(policy.config), start)
         with accelerator.autocast():
             before = validate(policy, held_out, knobs.direct)
         inputs = [train_path, validation, start]

@@ -17,9 +17,10 @@ import torch
 from stages.base import params
 from stages.base.chunks import chunks
 from stages.base.command import Stage, paths, say
-from stages.base.contents import check_contents, check_vocabulary
+from stages.base.contents import check_contents, check_positions, check_vocabulary
 from stages.base.files import replacing
 from stages.base.metrics import write_json
+from stages.base.positions import positions_of
 from stages.base.randomness import seed_everything
 from stages.base.tables import PAIRS, random_access
 from stages.base.tokenizers import load_tokenizer
@@ -61,6 +62,7 @@ def train_rm(
             recompute_layers(scorer)
         for path, found in largest.items():
             check_vocabulary(path, found, vocabulary_of(scorer), sft)
+            check_positions(path, PAIRS, positions_of(scorer.config), sft)
         inputs = [train_path, validation, sft]
         saver = Saver(work_of("train_rm", inputs, knobs, accelerator.device))
         with saver.watching(), tracking("train_rm", knobs.model_dump(), curve) as log:

@@ -15,9 +15,10 @@ import torch
 
 from stages.base import params
 from stages.base.command import Stage, paths, say
-from stages.base.contents import check_contents, check_vocabulary
+from stages.base.contents import check_contents, check_positions, check_vocabulary
 from stages.base.files import replacing
 from stages.base.metrics import write_json
+from stages.base.positions import positions_of
 from stages.base.tables import SFT, random_access
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.train_sft import Knobs
@@ -45,6 +46,7 @@ def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> 
         if knobs.gradient_checkpointing:
             recompute_layers(policy)
         check_vocabulary(data, largest, vocabulary_of(policy), base)
+        check_positions(data, SFT, positions_of(policy.config), base)
         saver = Saver(work_of("train_sft", [data, base], knobs, accelerator.device))
         with saver.watching(), tracking("train_sft", knobs.model_dump(), curve) as log:
             steps = train(accelerator, policy, rows, knobs, log, saver)

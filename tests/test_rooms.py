@@ -21,7 +21,7 @@ DISK = {
     "base/files.py",
     "base/metrics.py",
     "base/params.py",
-    "text/positions.py",
+    "base/positions.py",
     "base/scratch.py",
     "base/tables.py",
     "base/tokenizers.py",

@@ -64,6 +64,24 @@ def check_vocabulary(path: Path, largest: Largest, size: int, model: Path) -> No
             )
 
 
+def check_positions(path: Path, schema: pa.Schema, most: int | None, model: Path) -> None:
+    """Raise InputError where a prompt and an answer have more tokens than a model has positions."""
+    if most is None:
+        return
+    start, names = 0, [name for name in schema.names if name in IDS]
+    for batch in iterate_batches(path, schema, columns=names):
+        lengths = {name: pc.list_value_length(batch[name]) for name in names}
+        prompt = lengths.pop("prompt_ids", 0)
+        tokens = pc.add(pc.max_element_wise(*lengths.values()), prompt)
+        place = pc.index(pc.greater(tokens, most), True).as_py()
+        if place >= 0:
+            raise InputError(
+                f"{path}: row {start + place} has {tokens[place]} tokens, but {model} has"
+                f" {most} positions"
+            )
+        start += batch.num_rows
+
+
 def check_provenance(path: Path, *keys: str) -> dict:
     """The provenance of a table, which an edit with another tool may lose; InputError then."""
     made = read_provenance(path)

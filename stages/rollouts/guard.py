@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from stages.base.positions import positions_of
 from stages.models.forward import (
     ROUTE,
     Ids,
@@ -27,7 +28,6 @@ from stages.models.forward import (
 )
 from stages.models.log_probs import token_log_probs
 from stages.rollouts.sampling import Sampling, draw
-from stages.text.positions import positions_of
 
 # In nats. A few rows do not show the worst: so that all are within 1e-4, these are within half.
 TOLERANCE = 5e-5

@@ -7,6 +7,7 @@ from pathlib import Path
 from stages.base.chunks import chunks
 from stages.base.errors import BadKnob, InputError
 from stages.base.knobs import Source
+from stages.base.positions import positions_of
 from stages.rollouts.engine import Prompt
 from stages.rollouts.rewards import Rules
 from stages.rows.canonical import PromptRow
@@ -14,7 +15,6 @@ from stages.rows.formats import BATCH
 from stages.rows.inputs import Intake, open_source, settle
 from stages.text.chat import encode_prompts
 from stages.text.messages import Dropped
-from stages.text.positions import positions_of
 from stages.text.templates import tools_unseen
 
 

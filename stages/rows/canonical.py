@@ -164,10 +164,12 @@ def _prompt(layout: Layout, values: dict) -> PromptRow:
         messages = messages[:-1]
     if not messages:
         raise Unusable("no turn before the assistant's")
-    answer = _answer(values["answer"]) if "answer" in values else None
+    answer = _answer(values["answer"]) if "answer" in values else ""
     entry = _object(values["entry"]) if "entry" in values else None
     messages = _with_system(values, messages)
-    return PromptRow(messages, answer, entry, clean_tools(values.get("tools")))
+    return PromptRow(
+        messages, answer if answer.strip() else None, entry, clean_tools(values.get("tools"))
+    )
 
 
 READERS = {"sft": _sft, "preferences": _preference, "prompts": _prompt}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from stages.base.errors import BadKnob
+from stages.base.errors import BadKnob, InputError
 from stages.base.randomness import derive, python_random
 
 POOL_LIMIT = 50
@@ -112,6 +112,17 @@ def verifier(name: str) -> Callable[[str, dict], float]:
     """The task's own verifier: (answer text, entry) -> score in 0..1, 1 being right."""
     cls, config = DATASETS[name]
     return cls(config=config()).score_answer
+
+
+def check_entry(place: str, entry: dict) -> None:
+    """Raise InputError unless an entry names the dataset whose verifier is to score it."""
+    made = entry.get("metadata")
+    name = made.get("source_dataset") if isinstance(made, dict) else None
+    if not isinstance(name, str) or name not in DATASETS:
+        raise InputError(
+            f"{place}: 'entry' has {name!r} as metadata.source_dataset, expected a dataset of"
+            " reasoning-gym, whose verifier task is; or another verifier"
+        )
 
 
 def wrong_answer(

@@ -5,7 +5,12 @@ import math
 import pyarrow.parquet as pq
 import pytest
 
-from stages.base.contents import check_contents, check_provenance, check_vocabulary
+from stages.base.contents import (
+    check_contents,
+    check_positions,
+    check_provenance,
+    check_vocabulary,
+)
 from stages.base.errors import InputError
 from stages.base.tables import (
     BUFFERS,
@@ -157,3 +162,29 @@ def test_metadata_that_an_edit_lost_is_told(tmp_path):
     pq.write_table(pq.read_table(path).slice(0, 2), path)
     with pytest.raises(InputError, match="t.parquet: its metadata lost 'provenance' with 'prompt"):
         check_provenance(path, "prompt_cursor")
+
+
+def test_rows_are_held_against_the_positions_of_the_model_that_reads_them(tmp_path):
+    long = {"labels": [-100] * 8 + [1], "input_ids": [1] * 9}
+    path = table(tmp_path, SFT, [LABELLED] * (ROWS_PER_GROUP + 1) + [long])
+    check_positions(path, SFT, 9, tmp_path)
+    check_positions(path, SFT, None, tmp_path)
+    with pytest.raises(InputError) as error:
+        check_positions(path, SFT, 8, tmp_path / "model")
+    told = f"{path}: row {ROWS_PER_GROUP + 1} has 9 tokens, but {tmp_path}/model has 8 positions"
+    assert str(error.value) == told
+
+
+@pytest.mark.parametrize(
+    ("schema", "row", "tokens"),
+    [
+        (BUFFERS, completion(), 5),
+        (PAIRS, PAIR, 3),
+        (PAIRS, PAIR | {"rejected_ids": [6, 7, 8]}, 4),
+    ],
+)
+def test_prompt_and_longer_answer_count_together(tmp_path, schema, row, tokens):
+    path = table(tmp_path, schema, [row])
+    check_positions(path, schema, tokens, tmp_path)
+    with pytest.raises(InputError, match=f"row 0 has {tokens} tokens, but .* {tokens - 1} pos"):
+        check_positions(path, schema, tokens - 1, tmp_path)

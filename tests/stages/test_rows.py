@@ -13,9 +13,9 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel, MptConfig
 from transformers.utils import chat_template_utils
 
+from stages.base.positions import positions_of
 from stages.base.tables import PAIRS, SFT, write_table
 from stages.models.tiny import CHATML, byte_tokenizer
-from stages.text.positions import positions_of
 from tests.helpers.models import NO_SPECIAL_IDS
 from tests.helpers.stage import figures, refuse, succeed
 
@@ -178,6 +178,8 @@ def test_n08_a_column_that_the_embedded_task_lacks_is_refused_too(empty, section
 UNVERIFIED = [
     ({"prompt": "q"}, "exact", "'answer'"),
     ({"prompt": "q", "answer": None}, "regex", "'answer'"),
+    ({"prompt": "q", "answer": ""}, "exact", "'answer'"),
+    ({"prompt": "q", "answer": " \n"}, "regex", "'answer'"),
     ({"prompt": "q", "answer": "forty two"}, "numeric", "'answer' with a number"),
     ({"prompt": "q", "answer": "a"}, "task", "'entry'"),
 ]
@@ -194,6 +196,31 @@ def test_n09_prompts_that_nothing_can_verify_are_refused_by_the_first_stage(
     assert "expected a column of that name" in message and "rewards.correctness null" in message
     rewards = {"correctness": None, "format": None, "length": None, "reward_model": 1.0}
     succeed(empty, "prepare_task", prompts__dataset=rows, rewards=rewards, **knobs)
+
+
+@pytest.mark.parametrize(
+    ("entry", "found"),
+    [
+        ({}, "None"),
+        ({"answer": "a", "metadata": "m"}, "None"),
+        ({"metadata": {"source_dataset": "nosuch"}}, "'nosuch'"),
+        ({"metadata": {"source_dataset": ["spell_backward"]}}, "['spell_backward']"),
+    ],
+)
+def test_n09_an_entry_that_no_verifier_of_the_task_knows_is_refused(empty, entry, found):
+    rows = source(empty, {"prompt": "q"}, {"prompt": "q", "entry": entry})
+    message = refuse(empty, "prepare_task", prompts__dataset=rows)
+    assert f"{rows}: row 2: 'entry' has {found} as metadata.source_dataset, expected" in message
+    succeed(
+        empty,
+        "prepare_task",
+        prompts__dataset=rows,
+        verifier="regex",
+        verifier_pattern="(.)",
+        rewards={"correctness": None, "format": None, "length": 1.0, "reward_model": None},
+    )
+    good = {"prompt": "q", "entry": {"metadata": {"source_dataset": "spell_backward"}}}
+    succeed(empty, "prepare_task", prompts__dataset=source(empty, good))
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.0, -0.5])
