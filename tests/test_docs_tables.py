@@ -92,7 +92,9 @@ OTHERS = {"--round": "1", "--group": "0", "--sample": "1", "--where": "prompt_in
 
 def commands() -> list[list[str]]:
     """The words after `python -m stages.show` of each such line of the pages."""
-    lines = re.findall(r"^    python -m stages\.show (.*)$", "\n".join(PAGES.values()), re.MULTILINE)
+    lines = re.findall(
+        r"^    python -m stages\.show (.*)$", "\n".join(PAGES.values()), re.MULTILINE
+    )
     return [shlex.split(line, comments=True) for line in lines]
 
 
