@@ -28,6 +28,7 @@ from stages.knobs.optimize import Knobs
 from stages.models.checkpoints import load_policy, load_scorer, new_scorer
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
+from stages.models.recompute import recompute_layers
 from stages.models.trainer_state import TrainerState, load_optimizer, load_trainer, save_policy
 from stages.rl.advantages import has_spread, rows_of_groups
 from stages.rl.epochs import Learner, Round, StepRecord
@@ -192,6 +193,8 @@ def load_learner(
     for name, model in (("policy", policy), ("critic", critic)):
         if model is not None:
             learner.optimizers[name] = adamw(model, knobs.lr, knobs.weight_decay)
+            if knobs.gradient_checkpointing:
+                recompute_layers(model)
             if name in state.optimizers:
                 load_optimizer(state.optimizers[name], learner.optimizers[name], model)
     return learner, state

@@ -29,6 +29,7 @@ from stages.knobs.train_direct import Direct, Knobs
 from stages.models.checkpoints import load_policy, save_model
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
+from stages.models.recompute import recompute_layers
 from stages.training.batching import pair_lengths
 from stages.training.saving import Saver, work_of
 from stages.training.steps import check_weights
@@ -51,6 +52,8 @@ def train_direct(
     with random_access(train_path, scored) as rows, random_access(validation, scored) as held_out:
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         policy = load_policy(start, knobs.attention, accelerator.device, trust)
+        if knobs.gradient_checkpointing:
+            recompute_layers(policy)
         for path, found in largest.items():
             check_vocabulary(path, found, vocabulary_of(policy), start)
         with accelerator.autocast():

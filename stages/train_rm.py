@@ -27,6 +27,7 @@ from stages.knobs.train_rm import Knobs
 from stages.models.checkpoints import new_scorer, save_model
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
+from stages.models.recompute import recompute_layers
 from stages.models.scorers import scores
 from stages.training.batching import pair_lengths
 from stages.training.bradley_terry import (
@@ -56,6 +57,8 @@ def train_rm(
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         seed_everything(knobs.seed, "train_rm", "head")
         scorer = new_scorer(sft, knobs.attention, accelerator.device, trust)
+        if knobs.gradient_checkpointing:
+            recompute_layers(scorer)
         for path, found in largest.items():
             check_vocabulary(path, found, vocabulary_of(scorer), sft)
         inputs = [train_path, validation, sft]

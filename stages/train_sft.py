@@ -24,6 +24,7 @@ from stages.knobs.train_sft import Knobs
 from stages.models.checkpoints import load_policy, save_model
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
+from stages.models.recompute import recompute_layers
 from stages.training.saving import Saver, work_of
 from stages.training.sft import micro_batch_loss, predicted
 from stages.training.steps import check_weights
@@ -41,6 +42,8 @@ def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> 
     with random_access(data, SFT) as rows:
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         policy = load_policy(base, knobs.attention, accelerator.device, trust)
+        if knobs.gradient_checkpointing:
+            recompute_layers(policy)
         check_vocabulary(data, largest, vocabulary_of(policy), base)
         saver = Saver(work_of("train_sft", [data, base], knobs, accelerator.device))
         with saver.watching(), tracking("train_sft", knobs.model_dump(), curve) as log:

@@ -160,8 +160,8 @@ FAULTS = [
     Fault(
         "temperature multiplied",
         "stages/models/log_probs.py",
-        "torch.float32)) / temperature",
-        "torch.float32)) * temperature",
+        "logits if temperature == 1 else logits / temperature",
+        "logits if temperature == 1 else logits * temperature",
         "tests/models",
     ),
     Fault(
@@ -237,8 +237,8 @@ FAULTS = [
     Fault(
         "the schedule of one epoch",
         SUPERVISED,
-        "recipe.warmup_steps, len(plan))",
-        "recipe.warmup_steps, len(plan) // recipe.epochs)",
+        "recipe.warmup_steps, total)",
+        "recipe.warmup_steps, total // recipe.epochs)",
         "tests/training/test_supervised.py",
     ),
     Fault(
@@ -373,8 +373,8 @@ FAULTS = [
     Fault(
         "nonfinite of Fit left out",
         SUPERVISED,
-        "recipe.nonfinite,",
-        '"stop",',
+        "(recipe.max_norm, recipe.nonfinite)",
+        '(recipe.max_norm, "stop")',
         "tests/training/test_supervised.py",
     ),
     Fault(

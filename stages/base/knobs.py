@@ -172,6 +172,15 @@ class Compute(Section):
     model: Trust
 
 
+class Memory(Compute):
+    """What a training stage reads beside: memory against time, at the same gradients."""
+
+    gradient_checkpointing: flag(
+        "Keep no activations of layers and compute them anew in the backward pass: less memory, a"
+        " third more time. Prompts are then not shared."
+    )
+
+
 class Training(Section):
     """Supervised training of one model: SFT and reward model."""
 

@@ -7,12 +7,12 @@ from pydantic import Field, model_validator
 from stages.base.knobs import (
     BatchAcc,
     Beta,
-    Compute,
     Critic,
     LearningRate,
     Loss,
     MaxNewTokens,
     MaxNorm,
+    Memory,
     Nonfinite,
     NumRollouts,
     Seed,
@@ -27,7 +27,7 @@ from stages.base.knobs import (
 )
 
 
-class Knobs(Compute):
+class Knobs(Memory):
     seed: Seed
     nonfinite: Nonfinite
     loss: Loss

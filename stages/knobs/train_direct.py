@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from stages.base.knobs import Compute, Nonfinite, Seed, Training, choice, number, text
+from stages.base.knobs import Memory, Nonfinite, Seed, Training, choice, number, text
 
 
 class Direct(Training):
@@ -46,7 +46,7 @@ class Direct(Training):
         return self
 
 
-class Knobs(Compute):
+class Knobs(Memory):
     seed: Seed
     nonfinite: Nonfinite
     direct: Direct

@@ -1,6 +1,6 @@
 """Knobs of `train_rm`."""
 
-from stages.base.knobs import Compute, Nonfinite, Seed, Training, number
+from stages.base.knobs import Memory, Nonfinite, Seed, Training, number
 
 
 class Rm(Training):
@@ -9,7 +9,7 @@ class Rm(Training):
     )
 
 
-class Knobs(Compute):
+class Knobs(Memory):
     seed: Seed
     nonfinite: Nonfinite
     rm: Rm

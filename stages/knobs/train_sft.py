@@ -1,9 +1,9 @@
 """Knobs of `train_sft`."""
 
-from stages.base.knobs import Compute, Nonfinite, Seed, Training
+from stages.base.knobs import Memory, Nonfinite, Seed, Training
 
 
-class Knobs(Compute):
+class Knobs(Memory):
     seed: Seed
     nonfinite: Nonfinite
     sft: Training

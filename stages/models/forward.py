@@ -12,6 +12,7 @@ config.json, from where every later folder inherits it.
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache as remember
 from os.path import commonprefix
@@ -23,6 +24,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from stages.models.compute import attention_kernel
+from stages.models.recompute import recomputes
 
 Ids = Sequence[int]
 
@@ -185,8 +187,11 @@ def completion_states(
     completions: Sequence[Ids],
     read_last: bool = False,
 ) -> States:
-    """(B prompts, B non-empty completions) -> `States`, by the model's route."""
-    if route_of(backbone) != "shared":
+    """(B prompts, B non-empty completions) -> `States`, by the model's route.
+
+    Layers that are computed anew take plain rows: a second pass would fill the cache once more.
+    """
+    if route_of(backbone) != "shared" or recomputes(backbone):
         return full_states(backbone, prompts, completions, read_last)
     distinct = dict.fromkeys(map(tuple, prompts))
     saved = sum(map(len, prompts)) - sum(map(len, distinct))
@@ -248,7 +253,8 @@ def full_states(
     pairs = list(zip(prompts, completions, strict=True))
     rows, row_lengths = right_pad([[*prompt, *completion] for prompt, completion in pairs], device)
     mask = torch.arange(rows.shape[1], device=device) < row_lengths[:, None]
-    with attention_kernel(mask):
+    # What is computed anew, in the backward pass, stands outside of this block.
+    with nullcontext() if recomputes(backbone) else attention_kernel(mask):
         output = backbone(input_ids=rows, attention_mask=mask.long(), use_cache=False)
     hidden = output.last_hidden_state
     return _cut_out(hidden, [len(prompt) - 1 for prompt in prompts], completions, read_last)

@@ -1,7 +1,8 @@
 """Batches of rows worked on by as many processes as there are cores, their results in order.
 
 Only text is handled here, where every row stands alone: what comes out does not depend on how many
-processes there are.
+processes there are. joblib would read its input to the end, however slowly results are taken, and
+leave its processes running where their parent is killed.
 """
 
 import os

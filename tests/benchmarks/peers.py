@@ -145,9 +145,10 @@ def loop(args) -> dict:
 
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
+    prompts = rows(args)[: args.prompts]["prompt"]
     tokens, start = 0, time.perf_counter()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
-        for messages in rows(args)["prompt"][: args.prompts]:
+        for messages in prompts:
             prompt = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )

@@ -16,10 +16,12 @@ from stages.base.environment import SAVE_MINUTES, SCRATCH
 from stages.base.scratch import save_state
 from stages.base.tables import PAIRS, SCORED_PAIRS, SFT, write_table
 from stages.models.checkpoints import save_model
+from stages.models.recompute import recomputes
 from stages.train_direct import train_direct
 from stages.train_rm import train_rm
 from stages.train_sft import train_sft
 from stages.training import saving
+from stages.training.supervised import Fit
 from tests.helpers.models import byte_tokenizer, gpt2, random_ids
 from tests.helpers.tiny import ROOT, small_params, write
 
@@ -293,3 +295,13 @@ def test_a_signal_saves_and_ends_the_stage_and_the_same_command_goes_on(project,
     done = subprocess.run(line, env=environment, text=True, capture_output=True)
     assert done.returncode == 0 and "goes on after step" in done.stdout, done.stderr
     assert content(project / "cut") == content(project / "whole")
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("stage", COMMANDS)
+def test_layers_are_computed_anew_where_the_knob_says_so(project, monkeypatch, stage, asked):
+    trained = []
+    monkeypatch.setattr(Fit, "run", lambda fit, *_: trained.append(fit.model) or [])
+    set_knobs(project, gradient_checkpointing=asked)
+    run(stage, "asked")
+    assert [recomputes(model.base_model) for model in trained] == [asked]

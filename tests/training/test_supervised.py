@@ -47,6 +47,8 @@ def fit(model, **options) -> Fit:
         Recipe(**RECIPE | options),
         loss_of=model.loss,
         divisor_of=lambda rows: sum(row["count"] for row in rows),
+        unit="crumbs",
+        more_of=lambda divisor: {"half": divisor / 2},
     )
 
 
@@ -69,7 +71,7 @@ def test_each_step_has_the_divisor_the_rate_and_the_update_of_plain_adamw():
         w -= rate * (m / (1 - 0.9 ** (done + 1))) / (math.sqrt(v / (1 - 0.95 ** (done + 1))) + 1e-8)
         average = loss if average is None else 0.9 * average + 0.1 * loss
         wanted = {"step": done + 1, "loss": loss, "loss_ema": average, "lr": rate, "skipped": 0}
-        wanted |= {"grad_norm": abs(slope), "count": divisor}
+        wanted |= {"grad_norm": abs(slope), "crumbs": divisor, "half": divisor / 2}
         assert record == pytest.approx(wanted, rel=1e-4)
     assert model.w.item() == pytest.approx(w, rel=1e-4)
 
