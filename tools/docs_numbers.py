@@ -229,7 +229,8 @@ def example_row(root: Path) -> dict:
     tables = [f"'{root}/data/{name}/round-{ROUND}.parquet'" for name in ("buffers", "updates")]
     query = duckdb.sql(
         f"""select * from {tables[0]} as b natural join {tables[1]} as u
-        where reward_correctness = 0 and advantage[1] < 0 and regexp_full_match(completion, '[a-z]+')
+        where reward_correctness = 0 and advantage[1] < 0
+            and regexp_full_match(completion, '[a-z]+')
         order by "group", sample limit 1"""
     )
     found = dict(zip(query.columns, query.fetchall()[0], strict=True))
