@@ -666,6 +666,14 @@ def test_a_short_buffer_says_so(copy):
 # Verifiers of one's own.
 
 
+def test_greedy_answers_come_first_and_have_figures_of_their_own(copy):
+    text = FIRST_SAMPLE_WINS.replace(' and answer[0] < "m"', "")
+    (copy / "data" / "source" / "first_of_all.py").write_text(text)
+    succeed(copy, "evaluate@1", verifier="first_of_all:check")
+    found = figures(copy, "evaluate/1")
+    assert (found["accuracy_greedy"], found["accuracy_sampled"]) == (1.0, 0.0)
+
+
 def test_a_verifier_may_lie_under_data_source(copy):
     module = copy / "data" / "source" / "half_right.py"
     module.write_text("def check(text, answer, entry):\n    return len(answer) / 6\n")
