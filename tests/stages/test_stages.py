@@ -24,12 +24,12 @@ from transformers import (
 
 from stages.base import params, tables
 from stages.base.environment import TRACK
-from stages.models import tiny
 from stages.models.checkpoints import load_scorer
 from stages.models.scorers import scores
 from stages.page.page import visible
 from stages.prepare_model import set_padding
 from stages.rl.objectives import OBJECTIVES
+from stages.sources import tiny
 from tests.helpers.own_code import CODE, bring_code
 from tests.helpers.stage import figures, refuse, succeed
 from tests.helpers.tiny import ROOT, SMALL, command_line, small_params, write
