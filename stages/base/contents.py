@@ -25,6 +25,8 @@ BESIDE = {
     "log_probs_ref_rejected": "rejected_ids",
 }
 
+ROUNDING = 1e-3  # of a log-prob, which lies above 0 by rounding alone
+
 Largest = dict[str, tuple[int, int]]
 
 
@@ -44,6 +46,8 @@ def check_contents(path: Path, schema: pa.Schema) -> Largest:
             if name in BESIDE:
                 _check_lengths(path, name, column, batch[BESIDE[name]], start)
                 _check_presence(path, name, column, start, absent)
+            if name == "labels":
+                _check_predicted(path, column, start)
             if name in IDS or name == "labels":
                 _keep_largest(name, column, start, largest)
         start += batch.num_rows
@@ -87,6 +91,8 @@ def _check_column(path: Path, name: str, column: pa.Array, start: int) -> None:
         refuse(pc.invert(pc.is_finite(flat)), "expected a finite number")
     if name == "margin":
         refuse(pc.less(flat, 0.0), "expected 0 or more")
+    if name.startswith("log_probs"):
+        refuse(pc.greater(flat, ROUNDING), "expected a log-prob, 0 or below")
     if name == "labels":
         wrong = pc.and_(pc.less(flat, 0), pc.not_equal(flat, IGNORED))
         refuse(wrong, f"expected ids, or {IGNORED} for none")
@@ -104,6 +110,19 @@ def _check_lengths(path: Path, name: str, column: pa.Array, ids: pa.Array, start
         raise InputError(
             f"{path}: row {start + place}: {name!r} has {found[place]} entries, expected"
             f" {wanted[place]}, one for each of {BESIDE[name]!r}"
+        )
+
+
+def _check_predicted(path: Path, labels: pa.Array, start: int) -> None:
+    """A label at position 0 is no target, for nothing predicts it."""
+    later = pc.list_slice(labels, 1)
+    targets = pc.not_equal(later.flatten(), IGNORED)
+    rows = pc.list_parent_indices(later).filter(targets)
+    place = pc.index(pc.is_in(pa.array(range(len(labels)), rows.type), rows), False).as_py()
+    if place >= 0:
+        raise InputError(
+            f"{path}: row {start + place}: 'labels' has no id after its first entry, expected"
+            " at least one to predict"
         )
 
 

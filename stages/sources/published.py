@@ -46,6 +46,8 @@ def load_foreign(source: str, revision: str | None, trust: bool, ignore_pickles:
         if not path.is_file():
             raise BadKnob("model.source", f"no such file {source}")
         return from_gguf(path)
+    if path.is_file():
+        raise BadKnob("model.source", f"{source} is a file, expected its folder or a GGUF file")
     with loading(source, trust):
         folder = path if path.is_dir() else download(source, revision, trust)
     weights.check_adapter(folder)
@@ -102,6 +104,7 @@ def from_folder(source: str, folder: Path, trust: bool):
         tokenizer = published_tokenizer(folder, trust)
         plan = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
         drop_sampling(plan)
+        drop_running(plan)
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             config=plan,
@@ -181,6 +184,17 @@ def drop_sampling(config: PretrainedConfig) -> None:
     own = {field.name for field in fields(config)} | NO_SAMPLING
     for name in vars(GenerationConfig()).keys() & vars(config).keys() - own - set(SPECIAL_IDS):
         delattr(config, name)
+
+
+def drop_running(config: PretrainedConfig) -> None:
+    """Undo what config.json says of how a model was run: its attention, what a pass returns.
+
+    The knob `attention` says the one; transformers refuses to save some pairs of them.
+    """
+    config._attn_implementation = None
+    for part in (config, config.get_text_config(decoder=True)):
+        part.output_attentions = part.output_hidden_states = False
+        part.return_dict = True
 
 
 def is_ids(value: object) -> bool:

@@ -137,7 +137,8 @@ def encode_conversations(
     rows without an assistant turn, that the template refuses, whose tool calls or last reasoning it
     leaves out, with an answer to train that is empty or holds the text of a stop token, without an
     exact mask, or without a target once cut. Turns that are not trained may be empty. Messages
-    marked `"weight": 0` or `"train": false` are not trained, and what a tool said never is.
+    marked `"weight": 0`, `"train": false` or the like (TRAIN_MARKS) are not trained, and what a
+    tool said never is.
     """
     _check_fast(tokenizer)
     stops, header = _stops(tokenizer), header_of(tokenizer)
@@ -224,7 +225,7 @@ def _trained_turns(messages, train_on: TrainOn, stops: Stops) -> tuple[list[Mess
     """The messages up to the last answer, and its trained turns; for "all" none stands out."""
     if train_on == "all":
         if not all(map(may_train, messages)):
-            raise Unusable("a message with weight 0 or train false, but train_on is all")
+            raise Unusable("a message marked as not to train, but train_on is all")
         return messages, []
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
@@ -232,7 +233,7 @@ def _trained_turns(messages, train_on: TrainOn, stops: Stops) -> tuple[list[Mess
     turns = {"last_assistant": turns[-1:], "all_assistants": turns}[train_on]
     turns = [turn for turn in turns if may_train(messages[turn])]
     if not turns:
-        raise Unusable("no answer to train that is not marked with weight 0 or train false")
+        raise Unusable("no answer that is not marked as not to train (weight 0, train false)")
     for turn in turns:
         _check_answer(messages[turn], stops)
     return messages[: turns[-1] + 1], turns

@@ -14,7 +14,8 @@ Message = dict
 
 FUNCTION_KEYS = ("name", "arguments")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-TRAIN_MARKS = ("weight", "train")
+# Of OpenAI, of axolotl (two), of slime (two), of ms-swift.
+TRAIN_MARKS = ("weight", "train", "training", "loss_mask", "step_loss_mask", "loss")
 SHOWN = 40  # characters of data in a reason
 
 # Compared in lower case.
@@ -118,12 +119,14 @@ def says_something(message: Message) -> bool:
 
 
 def may_train(message: Message) -> bool:
-    """Whether a clean message is not marked `"weight": 0` or `"train": false`."""
-    marks = [message[key] for key in TRAIN_MARKS if key in message]
-    for mark in marks:
+    """Whether a clean message is not marked with 0 or false in one of TRAIN_MARKS."""
+    marks = {key: message[key] for key in TRAIN_MARKS if key in message}
+    for key, mark in marks.items():
         if mark not in (0, 1):
-            raise Unusable(f"a message with weight or train {shown(mark)}, expected 0 or 1")
-    return all(marks)
+            raise Unusable(f"a message with {key} {shown(mark)}, expected 0 or 1")
+    if "train_detail" in message:
+        raise Unusable("a message with train_detail, parts of it to train, which is not known here")
+    return all(marks.values())
 
 
 def from_sharegpt(turn):
@@ -136,7 +139,7 @@ def from_sharegpt(turn):
     if "value" not in turn:
         raise Unusable("a message without 'value'")
     role, value = turn["from"], turn["value"]
-    marks = {key: turn[key] for key in TRAIN_MARKS if key in turn}
+    marks = {key: turn[key] for key in (*TRAIN_MARKS, "train_detail") if key in turn}
     if not isinstance(role, str) or role.lower() != "function_call":
         return {"role": role, "content": value, **marks}
     try:

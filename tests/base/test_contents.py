@@ -44,6 +44,8 @@ BAD_COMPLETIONS = [
     ({"log_probs_old": [-1.0, math.nan, 0.0]}, "'log_probs_old' holds nan, expected a finite"),
     ({"log_probs_ref": [-1.0, -math.inf, 0.0]}, "'log_probs_ref' holds -inf, expected a finite"),
     ({"values_old": [math.inf, 0.0, 0.0]}, "'values_old' holds inf, expected a finite"),
+    ({"log_probs_old": [-1.0, 0.5, 0.0]}, "'log_probs_old' holds 0.5, expected a log-prob, 0 or"),
+    ({"log_probs_ref": [2.0, -1.0, 0.0]}, "'log_probs_ref' holds 2.0, expected a log-prob, 0 or"),
     ({"reward": math.nan}, "'reward' holds nan, expected a finite"),
     ({"reward_model": math.inf}, "'reward_model' holds inf, expected a finite"),
     ({"completion_ids": [], "log_probs_old": [], "log_probs_ref": [], "values_old": []}, "'compl"),
@@ -98,6 +100,9 @@ def test_a_scored_pair_has_a_log_prob_for_each_token_of_its_side(tmp_path, side)
         ({"labels": [2, 3]}, "'labels' has 2 entries, expected 3, one for each of 'input_ids'"),
         ({"labels": [-1, 2, 3]}, "'labels' holds -1, expected ids, or -100 for none"),
         ({"input_ids": [], "labels": []}, "'input_ids' is empty"),
+        ({"labels": [-100] * 3}, "'labels' has no id after its first entry, expected at least"),
+        ({"labels": [1, -100, -100]}, "'labels' has no id after its first entry, expected at"),
+        ({"input_ids": [1], "labels": [1]}, "'labels' has no id after its first entry, expected"),
     ],
 )
 def test_labels_that_no_stage_wrote_are_refused(tmp_path, changes, expected):
@@ -106,7 +111,18 @@ def test_labels_that_no_stage_wrote_are_refused(tmp_path, changes, expected):
         check_contents(path, SFT)
 
 
+def test_labels_without_a_target_are_found_in_a_later_batch(tmp_path):
+    rows = [LABELLED] * (ROWS_PER_GROUP + 3)
+    rows[ROWS_PER_GROUP + 1] = LABELLED | {"labels": [-100] * 3}
+    path = table(tmp_path, SFT, rows)
+    with pytest.raises(InputError, match=f"row {ROWS_PER_GROUP + 1}: 'labels' has no id"):
+        check_contents(path, SFT)
+
+
 def test_what_stages_write_passes_nulls_and_all(tmp_path):
+    check_contents(table(tmp_path, SFT, [LABELLED, LABELLED | {"labels": [-100, -100, 3]}]), SFT)
+    rounded = completion(log_probs_old=[1e-6, -0.5, 0.0])
+    check_contents(table(tmp_path, BUFFERS, [rounded]), BUFFERS)
     for row in (completion(), completion(log_probs_ref=None, values_old=None, reward=None)):
         check_contents(table(tmp_path, BUFFERS, [row, row]), BUFFERS)
     mixed = [completion(reward=None), completion(reward=0.5)]  # one could not be scored

@@ -167,7 +167,9 @@ SYSTEMS = [
 ]
 
 
-@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
+@pytest.mark.parametrize(
+    "mark", [{"weight": 0}, {"train": False}, {"loss": 0}, {"train_detail": []}]
+)
 def test_n13_marks_of_turns_that_are_not_to_be_trained_come_along_in_every_layout(mark):
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **mark}]
     shares = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", **mark}]

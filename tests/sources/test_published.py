@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import GenerationConfig
 
 from stages.base.errors import BadKnob, InputError
+from stages.models.checkpoints import load_policy
 from stages.sources.published import drop_balancing, load_foreign
 from tests.helpers.models import (
     byte_tokenizer,
@@ -43,6 +45,33 @@ def test_n20_how_a_model_samples_is_dropped_and_its_special_ids_are_kept(name, f
     assert found.to_diff_dict().keys() & fields.keys() == set()
     assert json.loads((base / "config.json").read_text()).keys() & fields.keys() == set()
     assert same_weights(weights_of(model), weights_of(llama(vocabulary=SIZE)))
+
+
+RUNNING = {
+    "attentions": {"output_attentions": True},
+    "states": {"output_hidden_states": True, "return_dict": False, "use_cache": False},
+    "attention": {"attn_implementation": "flash_attention_2"},
+    "older": {"_attn_implementation": "flash_attention_2"},
+}
+
+
+@pytest.mark.parametrize("fields", RUNNING.values(), ids=RUNNING)
+def test_n20_how_a_model_was_run_is_dropped(fields, tmp_path):
+    source = saved(tmp_path / "source", llama(vocabulary=SIZE))
+    edit(source / "config.json", fields)
+    model, tokenizer = load_foreign(str(source), None, False)
+    base = saved(tmp_path / "base", model, tokenizer)
+    written = json.loads((base / "config.json").read_text())
+    assert not any(written.get(name) for name in fields.keys() - {"return_dict"})
+    policy = load_policy(base, "sdpa", torch.device("cpu"))
+    assert not {"attentions", "hidden_states"} & policy(torch.tensor([[5, 6]])).keys()
+    assert same_weights(weights_of(policy), weights_of(llama(vocabulary=SIZE)))
+
+
+def test_a_file_that_is_no_gguf_file_is_refused(tmp_path):
+    source = saved(tmp_path / "source", llama(vocabulary=SIZE))
+    with pytest.raises(BadKnob, match="config.json is a file, expected its folder or a GGUF"):
+        load_foreign(str(source / "config.json"), None, False)
 
 
 def test_the_generation_config_speaks_before_the_config(tmp_path):

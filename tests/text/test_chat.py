@@ -805,7 +805,11 @@ def test_n12_a_result_that_cannot_be_told_from_the_call_drops_the_row():
 # Turns marked as not to train -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
+MARKS = [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}]
+MARKS += [{"loss": False}, {"loss_mask": 0}, {"step_loss_mask": 0}, {"weight": 1, "loss": 0}]
+
+
+@pytest.mark.parametrize("mark", MARKS)
 @pytest.mark.parametrize("template", [CHATML, LLAMA2, GEMMA, None])
 def test_n13_a_marked_turn_is_not_trained(template, mark):
     tokenizer = byte_tokenizer(template, bos="<s>")
@@ -834,12 +838,12 @@ def test_n13_other_marks_change_nothing(mark):
         (
             "last_assistant",
             [*talk("q", "a", "q"), said("assistant", "b", weight=0)],
-            "no answer to",
+            "no answer that is not marked",
         ),
         (
             "all_assistants",
             [said("user", "q"), said("assistant", "a", train=False)],
-            "no answer to",
+            "no answer that is not marked",
         ),
         ("all", [said("user", "q", train=False), said("assistant", "a")], "train_on is all"),
         (
@@ -850,7 +854,17 @@ def test_n13_other_marks_change_nothing(mark):
         (
             "all_assistants",
             [said("user", "q"), said("assistant", "a", train="no")],
-            "'no', expected",
+            "train 'no', expected",
+        ),
+        (
+            "last_assistant",
+            [said("user", "q"), said("assistant", "a", loss_mask=[1, 0])],
+            "loss_mask [1, 0], expected 0",
+        ),
+        (
+            "all_assistants",
+            [said("user", "q"), said("assistant", "a", train_detail=[{"begin_offset": 0}])],
+            "train_detail, parts of it",
         ),
     ],
 )
