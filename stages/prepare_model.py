@@ -24,11 +24,11 @@ from stages.base.metrics import read_json, write_json
 from stages.base.positions import positions_of
 from stages.base.randomness import seed_everything
 from stages.knobs.prepare_model import Knobs
-from stages.models import tiny
 from stages.models.checkpoints import load_policy, save_model
 from stages.models.forward import ROUTE, Route
 from stages.models.heads import check_scorer
-from stages.rollouts.guard import find_route
+from stages.sources import tiny
+from stages.sources.guard import find_route
 from stages.sources.published import drop_balancing, load_foreign
 from stages.text.chat import stop_token_ids
 from stages.text.templates import record_template

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from datasets import Dataset
 
 from stages.models.checkpoints import save_model
-from stages.models.tiny import byte_tokenizer, random_llama
 from stages.show import show
+from stages.sources.tiny import byte_tokenizer, random_llama
 from tests.helpers.handmade import COMPLETIONS, write_run
 from tests.helpers.tiny import ROOT
 from tools.docs_numbers import pages

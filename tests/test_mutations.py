@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -512,36 +514,38 @@ def module_tests(module: str) -> str:
     return f"tests{folder.removeprefix('stages')}/test_{name}"
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_planted_fault_turns_a_test_red(fault, tmp_path):
-    for name in ("stages", "tests", "pyproject.toml", "params.yaml", "dvc.yaml"):
-        if (ROOT / name).is_dir():
-            shutil.copytree(
-                ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__")
-            )
-        else:
-            shutil.copy(ROOT / name, tmp_path / name)
-    file = tmp_path / fault.file
+@pytest.fixture(scope="module")
+def runs(request, tmp_path_factory):
+    """Fault -> the run of its tests, two side by side: most of each is the start of Python."""
+    chosen = [i.callspec.params["fault"] for i in request.session.items if i.path == request.path]
+    with ThreadPoolExecutor(2) as pool:
+        yield {f: pool.submit(tests_with, f, tmp_path_factory.mktemp("planted")) for f in chosen}
+        pool.shutdown(cancel_futures=True)
+
+
+def tests_with(fault: Fault, folder: Path) -> subprocess.CompletedProcess:
+    """Run the tests that should notice a fault on a copy of the tree that has it."""
+    for name in ("stages", "tests"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for name in ("pyproject.toml", "params.yaml", "dvc.yaml"):
+        shutil.copy(ROOT / name, folder / name)
+    file = folder / fault.file
     text = file.read_text()
-    assert text.count(fault.old) == 1, (
-        f"{fault.file}: {fault.old!r} stands there {text.count(fault.old)} times"
-    )
+    assert text.count(fault.old) == 1, f"{fault.file}: {fault.old!r} stands not once there"
     file.write_text(text.replace(fault.old, fault.new))
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            fault.tests or module_tests(fault.file),
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)},
+    words = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    return subprocess.run(
+        [sys.executable, *words, fault.tests or module_tests(fault.file)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
     )
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_turns_a_test_red(fault, runs):
+    done = runs[fault].result()
     assert done.returncode == 1, f"no test noticed: {done.stdout[-1500:]}{done.stderr[-1500:]}"
     assert " failed" in done.stdout

@@ -1,12 +1,15 @@
 """Run every objective of docs/runs.json anew, an experiment each, and write what they gave.
 
-    python tools/compare_objectives.py
+    python tools/compare_objectives.py                             # all; takes some hours
+    python tools/compare_objectives.py --only ppo,rloo --seed 42   # these lines; the others stay
 
-Takes some hours. Commit first: the experiments see what Git tracks. What stages share comes from
-the cache. The workspace stays as it is; `dvc exp show` lists the experiments. Then run
-`python tools/docs_numbers.py --write`.
+Commit first: the experiments see what Git tracks. What stages share comes from the cache. The
+workspace stays as it is; `dvc exp show` lists the experiments. `code` of a line is the commit that
+gave it, or, of a line made anew, Git's name of the folder stages/ (`git rev-parse HEAD:stages`).
+Then run `python tools/docs_numbers.py --write`.
 """
 
+import argparse
 import json
 import platform
 import subprocess
@@ -45,14 +48,19 @@ def measured(loss: str, settings: dict, seed: int) -> dict:
 
 
 def main() -> None:
-    old = json.loads(FILE.read_text(encoding="utf-8"))
-    found = {
-        "code": run("git", "rev-parse", "--short", "HEAD").strip(),
-        "processor": platform.processor() or platform.machine(),
-        "elsewhere": [],
-        "runs": [measured(r["loss"], r["settings"], r["seed"]) for r in old["runs"]],
-    }
-    FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", help="objectives, parted by commas; all without it")
+    parser.add_argument("--seed", type=int, help="lines of this seed; all without it")
+    args = parser.parse_args()
+    found = json.loads(FILE.read_text(encoding="utf-8"))
+    code = run("git", "rev-parse", "--short", "HEAD:stages").strip()
+    for number, line in enumerate(found["runs"]):
+        named = args.only is None or line["loss"] in args.only.split(",")
+        if named and args.seed in (None, line["seed"]):
+            anew = measured(line["loss"], line["settings"], line["seed"])
+            found["runs"][number] = anew | {"code": f"stages {code}"}
+            found["processor"] = platform.processor() or platform.machine()
+            FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

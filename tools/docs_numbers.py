@@ -117,7 +117,7 @@ def elsewhere_table(root: Path) -> str:
 
 
 def objectives_table(root: Path) -> str:
-    """What each objective came to, a line each; greedy in brackets."""
+    """What each objective came to, a line each; greedy in brackets, † where it was made anew."""
     found = load(root, "docs/runs.json")["runs"]
     keys = dict.fromkeys((r["loss"], tuple(r["settings"].items())) for r in found)
     seeds = sorted({r["seed"] for r in found if r["loss"] != "grpo"})
@@ -129,7 +129,7 @@ def objectives_table(root: Path) -> str:
             cells.append(
                 "".join(
                     f"{number(r['after']['accuracy_sampled'])} "
-                    f"({number(r['after']['accuracy_greedy'])})"
+                    f"({number(r['after']['accuracy_greedy'])}){' †' if 'code' in r else ''}"
                     for r in found
                     if (r["loss"], tuple(r["settings"].items()), r["seed"])
                     == (loss, settings, seed)
@@ -229,7 +229,8 @@ def example_row(root: Path) -> dict:
     tables = [f"'{root}/data/{name}/round-{ROUND}.parquet'" for name in ("buffers", "updates")]
     query = duckdb.sql(
         f"""select * from {tables[0]} as b natural join {tables[1]} as u
-        where reward_correctness = 0 and advantage[1] < 0 and regexp_full_match(completion, '[a-z]+')
+        where reward_correctness = 0 and advantage[1] < 0
+            and regexp_full_match(completion, '[a-z]+')
         order by "group", sample limit 1"""
     )
     found = dict(zip(query.columns, query.fetchall()[0], strict=True))

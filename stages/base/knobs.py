@@ -176,8 +176,8 @@ class Memory(Compute):
     """What a training stage reads beside: memory against time, at the same gradients."""
 
     gradient_checkpointing: flag(
-        "Keep no activations of layers and compute them anew in the backward pass: less memory, a"
-        " third more time. Prompts are then not shared."
+        "Keep no activations of layers and compute them anew in the backward pass: less memory, for"
+        " one more forward pass. Prompts are then not shared."
     )
 
 

@@ -23,7 +23,9 @@ def scorer_class(config: PreTrainedConfig) -> type:
 
     An architecture that transformers does not know brings its own classifier, or has none.
     """
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    # transformers adds own code to its mapping once its language model was loaded.
+    brought = type(config).__module__.startswith("transformers_modules.")
+    if brought or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForSequenceClassification
     known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if known is not None and _fits(known, config):

@@ -183,7 +183,7 @@ LIMITED = """
 MODEL = """
     import resource, sys
     from pathlib import Path
-    from stages.models import tiny
+    from stages.sources import tiny
     from stages.models.checkpoints import save_model
     from stages.base.files import replacing
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from stages.base.tables import BUFFERS, EVALUATIONS, ROLLOUTS, UPDATES, write_table
-from stages.models.tiny import byte_tokenizer
+from stages.sources.tiny import byte_tokenizer
 
 # round, group, sample, word, completion, correct, advantage, clipped share
 COMPLETIONS = [

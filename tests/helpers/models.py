@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from stages.base.files import replacing
-from stages.models import tiny
 from stages.models.checkpoints import save_model
+from stages.sources import tiny
 
 VOCABULARY = 48
 NO_SPECIAL_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

@@ -163,7 +163,7 @@ def test_after_a_run_that_failed_or_was_interrupted_git_adds_no_output(first, tm
     interrupted(clone, "tokenize_sft")
     assert (clone / "data" / "task").exists()
     script = clone / "stages" / "split_preferences.py"
-    script.write_text(script.read_text() + "\nraise SystemExit('broken')\n")
+    script.write_text("raise SystemExit('broken')\n")
     done = dvc(clone, "repro", check=False)
     assert done.returncode != 0 and (clone / "data" / "preferences" / "pairs.parquet").exists()
     run(clone, "git", "add", "--all")

@@ -15,7 +15,7 @@ from transformers.utils import chat_template_utils
 
 from stages.base.positions import positions_of
 from stages.base.tables import PAIRS, SFT, write_table
-from stages.models.tiny import CHATML, byte_tokenizer
+from stages.sources.tiny import CHATML, byte_tokenizer
 from tests.helpers.models import NO_SPECIAL_IDS
 from tests.helpers.stage import figures, refuse, succeed
 

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from stages.base.tables import SCORED_PAIRS, SFT, write_table
 from stages.models.checkpoints import save_model
-from stages.models.tiny import byte_tokenizer, random_llama
 from stages.show import show
+from stages.sources.tiny import byte_tokenizer, random_llama
 from tests.helpers.handmade import write_run
 from tests.helpers.tiny import ROOT
 

@@ -24,12 +24,12 @@ from transformers import (
 
 from stages.base import params, tables
 from stages.base.environment import TRACK
-from stages.models import tiny
 from stages.models.checkpoints import load_scorer
 from stages.models.scorers import scores
 from stages.page.page import visible
 from stages.prepare_model import set_padding
 from stages.rl.objectives import OBJECTIVES
+from stages.sources import tiny
 from tests.helpers.own_code import CODE, bring_code
 from tests.helpers.stage import figures, refuse, succeed
 from tests.helpers.tiny import ROOT, SMALL, command_line, small_params, write
@@ -664,6 +664,14 @@ def test_a_short_buffer_says_so(copy):
 
 
 # Verifiers of one's own.
+
+
+def test_greedy_answers_come_first_and_have_figures_of_their_own(copy):
+    text = FIRST_SAMPLE_WINS.replace(' and answer[0] < "m"', "")
+    (copy / "data" / "source" / "first_of_all.py").write_text(text)
+    succeed(copy, "evaluate@1", verifier="first_of_all:check")
+    found = figures(copy, "evaluate/1")
+    assert (found["accuracy_greedy"], found["accuracy_sampled"]) == (1.0, 0.0)
 
 
 def test_a_verifier_may_lie_under_data_source(copy):

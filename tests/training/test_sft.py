@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from stages.models import tiny
 from stages.rollouts.sampling import Sampling, sample
+from stages.sources import tiny
 from stages.text.chat import encode_conversations, encode_prompts, stop_token_ids
 from stages.training.sft import micro_batch_loss, predicted
 

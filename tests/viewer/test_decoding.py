@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from stages.base.errors import InputError
-from stages.models.tiny import byte_tokenizer
+from stages.sources.tiny import byte_tokenizer
 from stages.viewer.decoding import token_texts
 
 

@@ -6,9 +6,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.models.forward import ROUTE, completion_states, head_logits
 from stages.models.log_probs import token_log_probs
-from stages.rollouts import guard
-from stages.rollouts.guard import find_route
 from stages.rollouts.sampling import Sampling, sample
+from stages.sources import guard
+from stages.sources.guard import find_route
 from tests.helpers.architectures import seeded
 from tests.helpers.models import gpt2, llama, plain_log_probs, random_ids, sliding_mistral
 
