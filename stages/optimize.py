@@ -69,6 +69,7 @@ def optimize(
         targets = checked_targets(buffer, rows, settings, knobs)
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         learner, state = load_learner(start, reward_model, knobs, accelerator.device)
+        tokenizer = load_tokenizer(start, knobs.model.trust_remote_code)
         check_vocabulary(buffer, largest, vocabulary_of(learner.policy), start)
         check_positions(buffer, BUFFERS, positions_of(learner.policy.config), start)
         learning = Round(accelerator, learner, rows, targets, settings)
@@ -88,7 +89,6 @@ def optimize(
         prompt_cursor=cursor,
         rounds=[*state.rounds, round_number],
     )
-    tokenizer = load_tokenizer(start, knobs.model.trust_remote_code)
     save_policy(out, learner.policy, tokenizer, state, pairs(learner), learner.critic)
     write_json(figures, found)
     saver.done()

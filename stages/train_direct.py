@@ -53,6 +53,7 @@ def train_direct(
     with random_access(train_path, scored) as rows, random_access(validation, scored) as held_out:
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         policy = load_policy(start, knobs.attention, accelerator.device, trust)
+        tokenizer = load_tokenizer(start, trust)
         if knobs.gradient_checkpointing:
             recompute_layers(policy)
         for path, found in largest.items():
@@ -72,7 +73,7 @@ def train_direct(
             batch_size = knobs.direct.train_batch_size
             after["kl_ref"] = mean_kl(policy, reference, held_out, batch_size)
     with replacing(out, folder=True) as folder:
-        save_model(folder, policy, load_tokenizer(start, trust))
+        save_model(folder, policy, tokenizer)
     found = {f"{name}_before": before[name] for name in ("loss", *FIGURES)} | after
     found |= {"validation_pairs": len(held_out), "pairs": len(rows), "steps": len(steps)}
     found["skipped"] = sum(step["skipped"] for step in steps)

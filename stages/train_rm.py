@@ -58,6 +58,7 @@ def train_rm(
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         seed_everything(knobs.seed, "train_rm", "head")
         scorer = new_scorer(sft, knobs.attention, accelerator.device, trust)
+        tokenizer = load_tokenizer(sft, trust)
         if knobs.gradient_checkpointing:
             recompute_layers(scorer)
         for path, found in largest.items():
@@ -71,7 +72,7 @@ def train_rm(
         with accelerator.autocast():
             found = validate(scorer, held_out, knobs.rm)
     with replacing(out, folder=True) as folder:
-        save_model(folder, scorer, load_tokenizer(sft, trust))
+        save_model(folder, scorer, tokenizer)
     found |= {"steps": len(steps), "skipped": sum(step["skipped"] for step in steps)}
     write_json(figures, found)
     saver.done()

@@ -43,6 +43,7 @@ def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> 
     with random_access(data, SFT) as rows:
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         policy = load_policy(base, knobs.attention, accelerator.device, trust)
+        tokenizer = load_tokenizer(base, trust)
         if knobs.gradient_checkpointing:
             recompute_layers(policy)
         check_vocabulary(data, largest, vocabulary_of(policy), base)
@@ -52,7 +53,7 @@ def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> 
             steps = train(accelerator, policy, rows, knobs, log, saver)
         check_weights(policy, "models/sft")
     with replacing(out, folder=True) as folder:
-        save_model(folder, policy, load_tokenizer(base, trust))
+        save_model(folder, policy, tokenizer)
     found = summary(steps)
     write_json(figures, found)
     saver.done()

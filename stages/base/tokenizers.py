@@ -20,6 +20,8 @@ def load_tokenizer(folder: Path, trust: bool = False):
     if not (folder / "tokenizer_config.json").is_file():
         raise InputError(f"{folder}: no tokenizer_config.json; expected a model folder of a stage")
     check_own(folder, trust)
+    if not trust and not (folder / "tokenizer.json").is_file():
+        raise InputError(f"{folder}: no tokenizer.json; expected a model folder of a stage")
     return read_tokenizer(folder, trust)
 
 

@@ -1017,6 +1017,16 @@ def test_a_loss_that_is_not_finite_may_be_left_out_and_is_counted(copy, stage):
 
 
 @pytest.mark.parametrize("stage", TRAINED)
+def test_a_start_without_a_tokenizer_is_told_before_anything_trains(copy, stage):
+    start = copy / "models" / ("base" if stage == "train_sft" else "sft")
+    (start / "tokenizer.json").unlink()
+    (copy / "data" / "curves").rename(copy / "data" / "before")
+    message = refuse(copy, stage)
+    assert f"models/{start.name}: no tokenizer.json; expected a model folder" in message
+    assert not (copy / "data" / "curves").exists()
+
+
+@pytest.mark.parametrize("stage", TRAINED)
 def test_a_model_of_nan_is_never_saved_even_where_every_loss_is_left_out(copy, stage):
     output = copy / TRAINED[stage]
     shutil.rmtree(output)
