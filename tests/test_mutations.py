@@ -517,7 +517,8 @@ def module_tests(module: str) -> str:
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
     """Fault -> the run of its tests, two side by side: most of each is the start of Python."""
-    chosen = [i.callspec.params["fault"] for i in request.session.items if i.path == request.path]
+    items = [item for item in request.session.items if item.path == request.path]
+    chosen = [item.callspec.params["fault"] for item in items if hasattr(item, "callspec")]
     with ThreadPoolExecutor(2) as pool:
         yield {f: pool.submit(tests_with, f, tmp_path_factory.mktemp("planted")) for f in chosen}
         pool.shutdown(cancel_futures=True)
