@@ -520,11 +520,11 @@ def runs(request, tmp_path_factory):
     items = [item for item in request.session.items if item.path == request.path]
     chosen = [item.callspec.params["fault"] for item in items if hasattr(item, "callspec")]
     with ThreadPoolExecutor(2) as pool:
-        yield {f: pool.submit(tests_with, f, tmp_path_factory.mktemp("planted")) for f in chosen}
+        yield {f: pool.submit(planted, f, tmp_path_factory.mktemp("planted")) for f in chosen}
         pool.shutdown(cancel_futures=True)
 
 
-def tests_with(fault: Fault, folder: Path) -> subprocess.CompletedProcess:
+def planted(fault: Fault, folder: Path) -> subprocess.CompletedProcess:
     """Run the tests that should notice a fault on a copy of the tree that has it."""
     for name in ("stages", "tests"):
         ignored = shutil.ignore_patterns("__pycache__")
