@@ -45,7 +45,7 @@ def prepare_model(source: Path, out: Path) -> None:
     set_padding(tokenizer)
     stops = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     model.generation_config.eos_token_id = stops
-    check_fit(model, stops, knobs.max_new_tokens)
+    check_fit(model, len(tokenizer), stops, knobs.max_new_tokens)
     with replacing(out, folder=True) as folder:
         save_model(folder, model, tokenizer)
         route = try_out(folder, knobs)
@@ -97,7 +97,7 @@ def fetch(knobs: Knobs, folder: Path):
     return model.to(torch.float32), tokenizer
 
 
-def check_fit(model, stops: list[int], max_new_tokens: int) -> None:
+def check_fit(model, tokens: int, stops: list[int], max_new_tokens: int) -> None:
     """Raise BadKnob where the checkpoint is no decoder, or does not fit the knobs."""
     config = model.config
     # The decoder of such a model says False of itself once it is loaded; its class of config does
@@ -113,6 +113,10 @@ def check_fit(model, stops: list[int], max_new_tokens: int) -> None:
         raise BadKnob(
             "max_new_tokens",
             f"found {max_new_tokens}, but the model has only {positions} positions",
+        )
+    if tokens > size:
+        raise BadKnob(
+            "model.source", f"the tokenizer has {tokens} tokens, but the model embeds only {size}"
         )
     if beyond := [stop for stop in stops if not 0 <= stop < size]:
         raise BadKnob("model.source", f"stop tokens {beyond}, but the model embeds only {size}")

@@ -46,6 +46,10 @@ REASONING_TAGS = {
     "</thinking>": "<thinking>",
     "</reasoning>": "<reasoning>",
     "[/THINK]": "[THINK]",
+    "</thought>": "<thought>",
+    "</seed:think>": "<seed:think>",
+    "<|END_THINKING|>": "<|START_THINKING|>",
+    "◁/think▷": "◁think▷",
 }
 # Keys of tokenizer_config.json under which prepare_model says how to render.
 DATE, OPTIONS = "chat_template_date", "chat_template_options"

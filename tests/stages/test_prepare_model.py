@@ -68,9 +68,17 @@ def test_n11_positions_below_max_new_tokens_are_refused_with_the_knob(folder):
 )
 def test_n11_positions_are_found_under_each_of_their_names(name, positions):
     model = seeded(name, 48)
-    check_fit(model, [1], positions - 1)
+    check_fit(model, 48, [1], positions - 1)
     with pytest.raises(BadKnob, match=f"only {positions} positions"):
-        check_fit(model, [1], positions)
+        check_fit(model, 48, [1], positions)
+
+
+def test_n11_more_tokens_than_the_model_embeds_are_refused_by_the_knob(folder):
+    bring(folder, gpt2(vocabulary=200))
+    message = refuse(folder, "prepare_model", **SOURCE)
+    wanted = f"the tokenizer has {len(byte_tokenizer())} tokens, but the model embeds only 200"
+    assert f"params.yaml: model.source: {wanted}" in message
+    assert not (folder / "models" / "base").exists()
 
 
 def test_n11_a_stop_token_outside_the_vocabulary_is_refused(folder):

@@ -923,6 +923,20 @@ def test_n14_reasoning_that_is_shown_or_empty_keeps_the_row(template, answer):
         )
 
 
+TAGS = ["<thought> </thought>", "<seed:think> </seed:think>", "[THINK] [/THINK]"]
+TAGS += ["<|START_THINKING|> <|END_THINKING|>", "◁think▷ ◁/think▷"]
+
+
+@pytest.mark.parametrize("tags", TAGS)
+def test_n14_each_familys_tags_of_reasoning_are_known(tags):
+    opening, closing = tags.split()
+    cuts = CUTS_REASONING.replace("</think>", closing)
+    answer = said("assistant", f"{opening}plan{closing}two")
+    assert last(byte_tokenizer(cuts), [said("user", "q"), answer]) == UNSEEN
+    shown = last(byte_tokenizer(CHATML), [said("user", "q"), answer])
+    assert not isinstance(shown, Dropped)
+
+
 def test_c10_a_call_without_text_does_not_repeat_the_text_before_it():
     leaky = CHATML.replace(
         "{{ m.content }}",
