@@ -164,7 +164,7 @@ FAULTS = [
         "stages/models/log_probs.py",
         "logits if temperature == 1 else logits / temperature",
         "logits if temperature == 1 else logits * temperature",
-        "tests/models",
+        "tests/models/test_log_probs.py",
     ),
     Fault(
         "reward model prefers the rejected",
@@ -185,7 +185,7 @@ FAULTS = [
         "stages/models/forward.py",
         "[len(rest) - 1 for rest in rests], completions",
         "[len(rest) for rest in rests], completions",
-        "tests/models",
+        "tests/models/test_forward.py",
     ),
     Fault(
         "micro-batches averaged, not added",
@@ -501,8 +501,8 @@ FAULTS = [
     Fault(
         "rows counted from each batch",
         "stages/base/contents.py",
-        "        start += batch.num_rows\n",
-        "",
+        "        start += batch.num_rows\n    return largest",
+        "    return largest",
         "tests/base/test_contents.py",
     ),
 ]
