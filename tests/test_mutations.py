@@ -164,7 +164,7 @@ FAULTS = [
         "stages/models/log_probs.py",
         "logits if temperature == 1 else logits / temperature",
         "logits if temperature == 1 else logits * temperature",
-        "tests/models",
+        "tests/models/test_log_probs.py",
     ),
     Fault(
         "reward model prefers the rejected",
@@ -185,7 +185,7 @@ FAULTS = [
         "stages/models/forward.py",
         "[len(rest) - 1 for rest in rests], completions",
         "[len(rest) for rest in rests], completions",
-        "tests/models",
+        "tests/models/test_forward.py",
     ),
     Fault(
         "micro-batches averaged, not added",
@@ -501,8 +501,8 @@ FAULTS = [
     Fault(
         "rows counted from each batch",
         "stages/base/contents.py",
-        "        start += batch.num_rows\n",
-        "",
+        "        start += batch.num_rows\n    return largest",
+        "    return largest",
         "tests/base/test_contents.py",
     ),
 ]
@@ -517,13 +517,14 @@ def module_tests(module: str) -> str:
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
     """Fault -> the run of its tests, two side by side: most of each is the start of Python."""
-    chosen = [i.callspec.params["fault"] for i in request.session.items if i.path == request.path]
+    items = [item for item in request.session.items if item.path == request.path]
+    chosen = [item.callspec.params["fault"] for item in items if hasattr(item, "callspec")]
     with ThreadPoolExecutor(2) as pool:
-        yield {f: pool.submit(tests_with, f, tmp_path_factory.mktemp("planted")) for f in chosen}
+        yield {f: pool.submit(planted, f, tmp_path_factory.mktemp("planted")) for f in chosen}
         pool.shutdown(cancel_futures=True)
 
 
-def tests_with(fault: Fault, folder: Path) -> subprocess.CompletedProcess:
+def planted(fault: Fault, folder: Path) -> subprocess.CompletedProcess:
     """Run the tests that should notice a fault on a copy of the tree that has it."""
     for name in ("stages", "tests"):
         ignored = shutil.ignore_patterns("__pycache__")
