@@ -13,9 +13,9 @@ test: .venv/installed
 
 # Two halves side by side, one core each: those that run DVC wait for its processes most of the time.
 slow: .venv/installed
-	@log=$$(mktemp); pytest -m slow tests/pipeline > $$log 2>&1 & pipeline=$$!; \
-	pytest -m slow --ignore tests/pipeline; rest=$$?; \
-	wait $$pipeline; first=$$?; cat $$log; rm -f $$log; exit $$((rest + first))
+	@log=$$(mktemp); pytest -m slow --ignore tests/pipeline > $$log 2>&1 & other=$$!; \
+	pytest -m slow tests/pipeline; pipeline=$$?; \
+	wait $$other; rest=$$?; cat $$log; rm -f $$log; exit $$((pipeline + rest))
 
 bench: .venv/bench
 	python -m tests.benchmarks.run
