@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from stages.base import command, params
 from stages.base.chunks import chunks
 from stages.base.environment import SAVE_MINUTES
-from stages.base.scratch import save_state
 from stages.base.tables import BUFFERS, ROLLOUTS, read_provenance
 from stages.knobs.optimize import Knobs as OptimizeKnobs
 from stages.knobs.rollout import Knobs as RolloutKnobs
@@ -40,6 +39,7 @@ from stages.score import score as score_command
 from stages.score import total_reward
 from stages.training import saving
 from stages.training.steps import adamw
+from tests.helpers.cuts import Cut, cutting
 from tests.helpers.models import (
     buffer_row,
     byte_tokenizer,
@@ -52,6 +52,7 @@ from tests.helpers.models import (
     same_weights,
     weights_of,
 )
+from tests.pipeline.running import content
 
 PARAMS = Path(__file__).resolve().parents[2] / "params.yaml"
 CPU = torch.device("cpu")
@@ -345,19 +346,10 @@ def test_six_steps_in_one_go_are_two_and_two_and_two_through_saved_state(loss, k
     ]
 
 
-class Cut(Exception):
-    """The machine goes away."""
-
-
 def optimize_words(out: str) -> list[str]:
     words = "--round 2 --buffer buffers/2.parquet --policy models/policy/1 --reward-model models/rm"
     words += f" --out {out}/model --updates {out}/updates.parquet --curve {out}/curve.csv"
     return [*words.split(), "--figures", f"{out}/figures.json"]
-
-
-def files_in(folder: str) -> dict[str, bytes]:
-    root = Path(folder)
-    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
 
 
 @pytest.mark.parametrize("changes", [{"loss": "ppo"}, {"loss": "grpo", "target_kl": 1e-9}])
@@ -377,18 +369,5 @@ def test_a_round_that_is_cut_off_goes_on_and_ends_at_the_same_bytes(project, mon
         assert isinstance(cut.exception, Cut) and not Path(f"cut{step}/model").exists()
         result = CliRunner().invoke(optimize_command, optimize_words(f"cut{step}"))
         assert f"optimize-2: goes on after step {step} (" in result.output, result.output
-        assert files_in(f"cut{step}") == files_in("whole")
+        assert content(Path(f"cut{step}")) == content(Path("whole"))
     assert not list(Path(".scratch").glob("*"))
-
-
-def cutting(after: int):
-    """save_state, and the end once so many states are saved."""
-    left = [after]
-
-    def save(*arguments):
-        save_state(*arguments)
-        left[0] -= 1
-        if not left[0]:
-            raise Cut
-
-    return save

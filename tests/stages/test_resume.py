@@ -22,8 +22,10 @@ from stages.train_rm import train_rm
 from stages.train_sft import train_sft
 from stages.training import saving
 from stages.training.supervised import Fit
+from tests.helpers.cuts import Cut, cutting
 from tests.helpers.models import byte_tokenizer, gpt2, random_ids
 from tests.helpers.tiny import ROOT, small_params, write
+from tests.pipeline.running import content
 
 TRAINING = {"epochs": 3, "train_batch_size": 2, "batch_acc": 2, "lr": 3e-3, "warmup_steps": 3}
 SECTIONS = ("sft", "rm", "direct")
@@ -82,46 +84,22 @@ def run(stage: str, name: str):
     return CliRunner().invoke(STAGES[stage], words(stage, name))
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-class Cut(Exception):
-    """The machine goes away."""
-
-
-@pytest.fixture
-def saves(monkeypatch):
-    """Set `saves.left` to cut a training off after so many saved states; None: never."""
-
-    class Saves:
-        left = None
-
-        def __call__(self, *arguments):
-            save_state(*arguments)
-            if self.left is not None:
-                self.left -= 1
-                if self.left == 0:
-                    self.left = None
-                    raise Cut
-
-    found = Saves()
-    monkeypatch.setattr(saving, "save_state", found)
-    return found
-
-
-def cut_off(saves, stage: str, name: str, after: int) -> None:
-    saves.left = after
-    assert isinstance(run(stage, name).exception, Cut)
+def cut_off(monkeypatch, stage: str, name: str, after: int) -> None:
+    """Cut a training off after so many saved states."""
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "save_state", cutting(after))
+        assert isinstance(run(stage, name).exception, Cut)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_training_cut_off_anywhere_ends_at_the_bytes_of_an_undisturbed_one(project, stage, saves):
+def test_a_training_cut_off_anywhere_ends_at_the_bytes_of_an_undisturbed_one(
+    project, stage, monkeypatch
+):
     assert run(stage, "whole").exit_code == 0
     assert not list(project.glob(".scratch/*"))
     for step in (1, 3, 5):
         name = f"cut{step}"
-        cut_off(saves, stage, name, step)
+        cut_off(monkeypatch, stage, name, step)
         assert not (project / name / "model").exists()
         result = run(stage, name)
         assert result.exit_code == 0, result.output
@@ -130,17 +108,17 @@ def test_a_training_cut_off_anywhere_ends_at_the_bytes_of_an_undisturbed_one(pro
         assert not list(project.glob(".scratch/*"))
 
 
-def test_a_training_cut_off_twice_in_a_row_loses_nothing(project, saves):
+def test_a_training_cut_off_twice_in_a_row_loses_nothing(project, monkeypatch):
     assert run("train_sft", "whole").exit_code == 0
-    cut_off(saves, "train_sft", "cut", 2)
-    cut_off(saves, "train_sft", "cut", 1)
+    cut_off(monkeypatch, "train_sft", "cut", 2)
+    cut_off(monkeypatch, "train_sft", "cut", 1)
     result = run("train_sft", "cut")
     assert "goes on after step 3" in result.output
     assert content(project / "cut") == content(project / "whole")
 
 
-def test_at_most_two_states_are_kept(project, saves):
-    cut_off(saves, "train_sft", "cut", 4)
+def test_at_most_two_states_are_kept(project, monkeypatch):
+    cut_off(monkeypatch, "train_sft", "cut", 4)
     found = [path.name for path in project.glob(".scratch/*/step-*")]
     assert sorted(found) == ["step-000000003", "step-000000004"]
 
@@ -170,9 +148,9 @@ def other_key(path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [cut_short, one_byte, no_json, other_key])
-def test_a_damaged_state_is_passed_over_for_the_one_before_it(project, saves, fault):
+def test_a_damaged_state_is_passed_over_for_the_one_before_it(project, monkeypatch, fault):
     assert run("train_sft", "whole").exit_code == 0
-    cut_off(saves, "train_sft", "cut", 4)
+    cut_off(monkeypatch, "train_sft", "cut", 4)
     fault(newest(project))
     result = run("train_sft", "cut")
     assert "step-000000004: a saved state that cannot be used" in result.output
@@ -197,8 +175,8 @@ def edit(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGED)
-def test_other_work_never_goes_on_from_this_one(project, saves, change):
-    cut_off(saves, "train_sft", "cut", 3)
+def test_other_work_never_goes_on_from_this_one(project, monkeypatch, change):
+    cut_off(monkeypatch, "train_sft", "cut", 3)
     CHANGED[change](project)
     result = run("train_sft", "other")
     assert result.exit_code == 0 and "goes on" not in result.output
@@ -206,26 +184,23 @@ def test_other_work_never_goes_on_from_this_one(project, saves, change):
     assert [path.name for path in project.glob(".scratch/*/step-*")]
 
 
-def test_edited_code_is_other_work(project, saves, monkeypatch):
-    cut_off(saves, "train_sft", "cut", 3)
+def test_edited_code_is_other_work(project, monkeypatch):
+    cut_off(monkeypatch, "train_sft", "cut", 3)
     copy = project / "steps.py"
     copy.write_text(Path(sys.modules["stages.training.steps"].__file__).read_text() + "# edited\n")
     monkeypatch.setattr(sys.modules["stages.training.steps"], "__file__", str(copy))
     assert "goes on" not in run("train_sft", "cut").output
 
 
-def test_an_input_that_changes_meanwhile_costs_the_state_not_the_run(project, saves):
-    saves.left = 2
+def test_an_input_that_changes_meanwhile_costs_the_state_not_the_run(project, monkeypatch):
     folder = project / "models" / "base"
-    before = saving.save_state
 
     def changing(work, state):
         edit(folder / "generation_config.json")
         save_state(work, state)
 
-    saving.save_state = changing
+    monkeypatch.setattr(saving, "save_state", changing)
     result = run("train_sft", "out")
-    saving.save_state = before
     assert result.exit_code == 0
     assert "an input changed while it ran; its state is not saved" in result.output
     assert not list(project.glob(".scratch/*"))
@@ -261,11 +236,11 @@ def test_minutes_that_are_none_are_refused(project, monkeypatch, text):
 
 
 def test_the_scratch_can_lie_elsewhere_and_be_found_from_another_folder(
-    project, saves, monkeypatch, tmp_path_factory
+    project, monkeypatch, tmp_path_factory
 ):
     elsewhere = tmp_path_factory.mktemp("scratch")
     monkeypatch.setenv(SCRATCH, str(elsewhere))
-    cut_off(saves, "train_sft", "cut", 3)
+    cut_off(monkeypatch, "train_sft", "cut", 3)
     assert list(elsewhere.glob("train_sft-*/step-*")) and not (project / ".scratch").exists()
     other = tmp_path_factory.mktemp("other")
     for name in ("data", "models", "params.yaml"):
