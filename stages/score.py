@@ -11,7 +11,7 @@ KL shaping, clip.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,7 @@ from stages.knobs.score import Knobs
 from stages.models.checkpoints import load_policy, load_scorer
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
-from stages.models.scorers import reference_log_probs, scores_and_values
+from stages.models.scorers import by_parts, reference_log_probs, scores_and_values
 from stages.models.trainer_state import load_trainer
 
 
@@ -106,7 +106,7 @@ class Measurement:
         model = load_scorer(folder, self.knobs.attention, self.accelerator.device, trust)
         self.check_fit(model, folder)
         pairs = self._each_batch(
-            name, lambda rows: list(zip(*scores_and_values(model, rows), strict=True))
+            name, lambda rows: zip(*scores_and_values(model, rows), strict=True)
         )
         return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
@@ -126,14 +126,14 @@ class Measurement:
             lengths += batch["completion_ids"].value_lengths().to_pylist()
         return [[0.0] * length for length in lengths]
 
-    def _each_batch(self, name: str, measure: Callable[[list[dict]], list]) -> list:
+    def _each_batch(self, name: str, measure: Callable[[list[dict]], Iterable]) -> list:
         size, found = self.knobs.score_batch_size, []
         with open_table(self.rollouts, ROLLOUTS) as file:
             total = math.ceil(file.metadata.num_rows / size)
         with self.accelerator.autocast():
             bar = progress(iterate_batches(self.rollouts, ROLLOUTS, size), name, total)
             for batch in bar:
-                found += measure(batch.to_pylist())
+                found += by_parts(measure, batch.to_pylist(), self.knobs.forward_max_tokens)
                 lists = (batch["prompt_ids"], batch["completion_ids"])
                 bar.tell(sum(len(ids.flatten()) for ids in lists))
         return found

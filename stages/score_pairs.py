@@ -10,6 +10,7 @@ them.
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import click
@@ -24,7 +25,7 @@ from stages.knobs.score_pairs import Knobs
 from stages.models.checkpoints import load_policy
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
-from stages.models.scorers import reference_log_probs
+from stages.models.scorers import by_parts, reference_log_probs
 
 SIDES = ("chosen", "rejected")
 
@@ -55,7 +56,7 @@ def score_pairs(
     ):
         sums = {"pairs": 0, "chosen": 0.0, "rejected": 0.0, "right": 0}
         with accelerator.autocast():
-            rows = scored(model, pairs, knobs.score_batch_size, name, sums)
+            rows = scored(model, pairs, knobs, name, sums)
             provenance = {"stage": "score_pairs", "reference": str(reference)}
             write_table(out, SCORED_PAIRS, rows, provenance)
         found |= {
@@ -68,10 +69,12 @@ def score_pairs(
     say(found)
 
 
-def scored(model, path: Path, batch_size: int, name: str, sums: dict) -> Iterator[dict]:
+def scored(model, path: Path, knobs: Knobs, name: str, sums: dict) -> Iterator[dict]:
     """The pairs of a table with the reference's log-probs of each token; counted in `sums`."""
+    batch_size = knobs.score_batch_size
     with open_table(path, PAIRS) as file:
         total = math.ceil(file.metadata.num_rows / batch_size)
+    measure = partial(reference_log_probs, model, temperature=1.0)
     bar = progress(iterate_batches(path, PAIRS, batch_size), name, total)
     for batch in bar:
         rows = batch.to_pylist()
@@ -80,7 +83,7 @@ def scored(model, path: Path, batch_size: int, name: str, sums: dict) -> Iterato
                 {"prompt_ids": row["prompt_ids"], "completion_ids": row[f"{side}_ids"]}
                 for row in rows
             ]
-            found = reference_log_probs(model, answers, 1.0)
+            found = by_parts(measure, answers, knobs.forward_max_tokens)
             for row, log_probs in zip(rows, found, strict=True):
                 row[f"log_probs_ref_{side}"] = log_probs
         for row in rows:

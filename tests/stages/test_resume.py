@@ -272,6 +272,19 @@ def test_a_signal_saves_and_ends_the_stage_and_the_same_command_goes_on(project,
     assert content(project / "cut") == content(project / "whole")
 
 
+@pytest.mark.parametrize("stage", COMMANDS)
+def test_micro_batches_hold_no_more_tokens_than_the_knob_says(project, monkeypatch, stage):
+    trained, limit = [], 16
+    monkeypatch.setattr(Fit, "run", lambda fit, *_: trained.append(fit) or [])
+    set_knobs(project, train_max_tokens=limit, **{f"{s}__train_batch_size": 8 for s in SECTIONS})
+    run(stage, "asked")
+    (fit,) = trained
+    sides = 1 if stage == "train_sft" else 2
+    batches = [batch for step in fit.plan() for batch in step]
+    sizes = [sides * len(batch) * max(fit.lengths[row] for row in batch) for batch in batches]
+    assert max(sizes) <= limit and max(map(len, batches)) > 1
+
+
 @pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize("stage", COMMANDS)
 def test_layers_are_computed_anew_where_the_knob_says_so(project, monkeypatch, stage, asked):
