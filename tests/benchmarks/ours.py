@@ -242,6 +242,7 @@ def stage(name: str, *words) -> None:
 def tokenize(args) -> dict:
     """`tokenize_sft`'s work: rows of a JSONL file to ids and labels in a Parquet file."""
     from stages.base import params
+    from stages.base.kept import Kept
     from stages.base.tables import SFT, write_batches
     from stages.base.tokenizers import load_tokenizer
     from stages.knobs.tokenize_sft import Knobs
@@ -254,7 +255,7 @@ def tokenize(args) -> dict:
     def once():
         name, rows = open_source("sft", knobs.sft, Path(args.data), knobs.seed)
         work = partial(encode, tokenizer, knobs.sft.train_on, knobs.sft.max_length)
-        encoded = tokenized(rows, work, SFT, Intake(name))
+        encoded = tokenized(rows, work, SFT, Intake(name), Kept(None))
         return write_batches(Path("tokenized.parquet"), SFT, encoded, {})
 
     return timed_rows(once, args.steps)
