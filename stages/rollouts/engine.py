@@ -76,8 +76,24 @@ class Engine:
         drawn, at most `tries * wanted` in all (DAPO, Yu et al. 2025, sec. 3.2). `counts` holds what
         became of them in this round.
         """
+        start = Counts(cursor=cursor)
+        for batch in self.batches(prompts, round_number, start, wanted, tries):
+            yield from batch
+
+    def batches(
+        self,
+        prompts: Sequence[Prompt],
+        round_number: int,
+        start: Counts,
+        wanted: int,
+        tries: int,
+    ) -> Iterator[list[dict]]:
+        """`rows`, as lists of those that were sampled together, after what `start` counts.
+
+        `counts` holds what became of the groups up to the batch that was yielded last.
+        """
         counts, limit = self.counts, wanted * max(1, tries)
-        counts.kept, counts.dropped, counts.unscored, counts.cursor = 0, 0, 0, cursor
+        vars(counts).update(vars(start))
         at_once = groups_at_once(self.batch_size, self.num_rollouts)
         while counts.kept < wanted and counts.tried < limit:
             size = min(at_once, wanted - counts.kept, limit - counts.tried)
@@ -86,6 +102,7 @@ class Engine:
             shape = (self.num_rollouts, self.sampling.max_new_tokens)
             draws = draws_of(self.seed, "rollout", round_number, positions, shape)
             groups = sample_groups(self.policy, chosen, draws, self.sampling)
+            rows = []
             for prompt, completions in zip(chosen, groups, strict=True):
                 group = self._rows_of_group(prompt, completions, round_number, counts.kept)
                 scores = {row["reward_correctness"] for row in group} - {None}
@@ -94,8 +111,9 @@ class Engine:
                     counts.unscored += not scores
                 else:
                     counts.kept += 1
-                    yield from group
+                    rows += group
             counts.cursor += size
+            yield rows
 
     def _rows_of_group(
         self, prompt: Prompt, completions, round_number: int, group: int
