@@ -28,6 +28,7 @@ from stages.base.contents import (
 from stages.base.errors import InputError
 from stages.base.metrics import Means, write_json
 from stages.base.positions import positions_of
+from stages.base.scratch import work_of
 from stages.base.tables import BUFFERS, UPDATES, Rows, random_access, write_table
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.optimize import Knobs
@@ -43,7 +44,7 @@ from stages.rl.kl import FITTING
 from stages.rl.objectives import OBJECTIVES, Clip
 from stages.rl.stats import CompletionStats, explained_variance, token_mean
 from stages.rl.targets import Settings, Targets, make_targets
-from stages.training.saving import Saver, parts_of, restore, tensors_of, work_of
+from stages.training.saving import Saver, parts_of, restore, tensors_of
 from stages.training.steps import adamw, check_weights
 from stages.training.tracking import tracking
 

@@ -106,6 +106,12 @@ EVALUATIONS = _schema(
 )
 
 
+def exact(schema: pa.Schema) -> pa.Schema:
+    """A schema with float64 for float32: what Python's numbers lose nothing in."""
+    wide = {pa.float32(): pa.float64(), FLOATS: _list(pa.float64())}
+    return pa.schema([field.with_type(wide.get(field.type, field.type)) for field in schema])
+
+
 def write_table(
     path: Path, schema: pa.Schema, rows: Iterable[dict], provenance: dict | Callable[[], dict]
 ) -> int:

@@ -81,14 +81,31 @@ class Engine:
         drawn, at most `tries * wanted` in all (DAPO, Yu et al. 2025, sec. 3.2). `counts` holds what
         became of them in this round.
         """
+        start = Counts(cursor=cursor)
+        for batch in self.batches(prompts, round_number, start, wanted, tries):
+            yield from batch
+
+    def batches(
+        self,
+        prompts: Sequence[Prompt],
+        round_number: int,
+        start: Counts,
+        wanted: int,
+        tries: int,
+    ) -> Iterator[list[dict]]:
+        """`rows`, as lists of those that were sampled together, after what `start` counts.
+
+        `counts` holds what became of the groups up to the batch that was yielded last.
+        """
         counts, limit = self.counts, wanted * max(1, tries)
-        counts.kept, counts.dropped, counts.unscored, counts.cursor = 0, 0, 0, cursor
+        vars(counts).update(vars(start))
         at_once = groups_at_once(self.batch_size, self.num_rollouts)
         while counts.kept < wanted and counts.tried < limit:
             size = min(at_once, wanted - counts.kept, limit - counts.tried)
             positions = range(counts.cursor, counts.cursor + size)
             chosen = [prompts[prompt_at(p, len(prompts), self.seed)] for p in positions]
             groups = self._sample(chosen, round_number, positions)
+            rows = []
             for prompt, completions in zip(chosen, groups, strict=True):
                 group = self._rows_of_group(prompt, completions, round_number, counts.kept)
                 scores = {row["reward_correctness"] for row in group} - {None}
@@ -97,8 +114,9 @@ class Engine:
                     counts.unscored += not scores
                 else:
                     counts.kept += 1
-                    yield from group
+                    rows += group
             counts.cursor += size
+            yield rows
 
     def _sample(
         self, prompts: Sequence[Prompt], round_number: int, positions: Sequence[int]
