@@ -59,6 +59,7 @@ ROLLOUTS = _schema(
     },
     {
         "answer": pa.string(),
+        "log_probs_sampler": FLOATS,
         "reward_correctness": pa.float32(),
         "reward_format": pa.float32(),
         "reward_length": pa.float32(),
