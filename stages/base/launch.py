@@ -8,14 +8,15 @@ process that met it first.
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import uuid
 import warnings
 from datetime import timedelta
 
-from stages.base.environment import launcher, rank, world_size
-from stages.base.errors import BadKnob, Ended
+from stages.base.environment import LAUNCH, launcher, rank, world_size
+from stages.base.errors import BadKnob, Ended, InputError
 
 LOST = 3  # exit code of a process that lost the others
 
@@ -37,6 +38,8 @@ def launch(stage: str, words: list[str], processes: int, threads: int) -> bool:
     command = ["-m", f"stages.{stage}", *words]
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # or the launcher's children warn
     if other := launcher():
+        if shutil.which(other[0]) is None:
+            raise InputError(f"{LAUNCH}: found {other[0]!r}, expected a command of this machine")
         sys.stdout.flush()
         os.execvp(other[0], [*other, *command])  # it hears DVC's signals itself
     run_elastic(command, processes)
@@ -79,7 +82,7 @@ def end_of(codes: dict[int, int], processes: int) -> BaseException:
             return Ended(f"process {number} of {processes} was ended by {name}")
     if set(codes.values()) <= {LOST, -signal.SIGTERM}:
         return Ended(f"the {processes} processes lost each other")
-    return SystemExit(max(codes.values()))
+    return SystemExit(1)  # one of them has said why
 
 
 def quieten() -> None:

@@ -68,7 +68,7 @@ def gathered(value: object) -> list:
 
 
 def in_turn(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """`map(work, items)`: item k is worked on by process k modulo their number, all get all results."""
+    """`map(work, items)`, each process working on every so many of them; all get all results."""
     for turn in chunks(items, count()):
         own = [work(item) for item in turn[number() : number() + 1]]
         for found in gathered(own):
