@@ -78,7 +78,8 @@ def answer_rows(model, tokenizer, verify, prompts, knobs: Knobs, done: int) -> I
     """One greedy row, then the sampled ones, of each prompt; batches after the first `done`."""
     chosen = knobs.evaluate
     stops = stop_ids(model)
-    sampling = Sampling(chosen.temperature, 1.0, 0, 0.0, knobs.max_new_tokens, stops)
+    limits = (knobs.max_new_tokens, stops, knobs.forward_max_tokens)
+    sampling = Sampling(chosen.temperature, 1.0, 0, 0.0, *limits)
     rules = Rules(verify, None, knobs.max_new_tokens, 0)
     at_once = groups_at_once(chosen.batch_size, chosen.samples)
     shape, means = (chosen.samples, knobs.max_new_tokens), Means()

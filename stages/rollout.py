@@ -126,6 +126,7 @@ def make_engine(model, tokenizer, rules: Rules, knobs) -> Engine:
             knobs.min_p,
             knobs.max_new_tokens,
             stop_ids(model),
+            knobs.forward_max_tokens,
         ),
         num_rollouts=knobs.num_rollouts,
         batch_size=knobs.rollout_batch_size,

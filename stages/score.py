@@ -44,7 +44,7 @@ from stages.knobs.score import Knobs
 from stages.models.checkpoints import load_policy, load_scorer
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
-from stages.models.scorers import reference_log_probs, scores_and_values
+from stages.models.scorers import by_parts, reference_log_probs, scores_and_values
 from stages.models.trainer_state import load_trainer
 
 
@@ -147,7 +147,8 @@ class Measurement:
             batches = islice(iterate_batches(self.rollouts, ROLLOUTS, size), done, None)
             bar = progress(batches, name, total, done)
             for batch in bar:
-                measured = zip(*measure(batch.to_pylist()), strict=True)
+                found = by_parts(measure, batch.to_pylist(), self.knobs.forward_max_tokens)
+                measured = zip(*found, strict=True)
                 yield [dict(zip(columns, values, strict=True)) for values in measured], {}
                 lists = (batch["prompt_ids"], batch["completion_ids"])
                 bar.tell(sum(len(ids.flatten()) for ids in lists))

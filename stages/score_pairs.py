@@ -27,7 +27,7 @@ from stages.knobs.score_pairs import Knobs
 from stages.models.checkpoints import load_policy
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
-from stages.models.scorers import reference_log_probs
+from stages.models.scorers import by_parts, reference_log_probs
 
 SIDES = ("chosen", "rejected")
 
@@ -60,7 +60,8 @@ def score_pairs(
     ):
         sums = {"pairs": 0, "chosen": 0.0, "rejected": 0.0, "right": 0}
         with kept.watching(), accelerator.autocast():
-            rows = scored(model, pairs, knobs.score_batch_size, name, sums, kept)
+            sizes = (knobs.score_batch_size, knobs.forward_max_tokens)
+            rows = scored(model, pairs, sizes, name, sums, kept)
             provenance = {"stage": "score_pairs", "reference": str(reference)}
             write_table(out, SCORED_PAIRS, rows, provenance)
         found |= {
@@ -74,11 +75,13 @@ def score_pairs(
     say(found)
 
 
-def scored(model, path: Path, batch_size: int, name: str, sums: dict, kept: Kept) -> Iterator[dict]:
+def scored(
+    model, path: Path, sizes: tuple[int, int | None], name: str, sums: dict, kept: Kept
+) -> Iterator[dict]:
     """The pairs of a table with the reference's log-probs of each token; counted in `sums`."""
 
     def rest(done: int, _) -> Iterator[tuple[list[dict], dict]]:
-        for rows in batches(model, path, batch_size, name, done):
+        for rows in batches(model, path, sizes, name, done):
             yield rows, {}
 
     for rows, _ in kept.rows(name, SCORED_PAIRS, rest):
@@ -91,8 +94,18 @@ def scored(model, path: Path, batch_size: int, name: str, sums: dict, kept: Kept
         yield from rows
 
 
-def batches(model, path: Path, batch_size: int, name: str, done: int) -> Iterator[list[dict]]:
-    """The pairs with both sides' log-probs, batch by batch after the first `done`."""
+def batches(
+    model, path: Path, sizes: tuple[int, int | None], name: str, done: int = 0
+) -> Iterator[list[dict]]:
+    """The pairs with both sides' log-probs, batch by batch after the first `done`.
+
+    `sizes` are the pairs of a batch, and the most tokens of a pass, padding included.
+    """
+
+    def measure(answers: list[dict]) -> tuple[list]:
+        return (reference_log_probs(model, answers, 1.0),)
+
+    batch_size, limit = sizes
     with open_table(path, PAIRS) as file:
         total = math.ceil(file.metadata.num_rows / batch_size)
     pairs = islice(iterate_batches(path, PAIRS, batch_size), done, None)
@@ -104,7 +117,7 @@ def batches(model, path: Path, batch_size: int, name: str, done: int) -> Iterato
                 {"prompt_ids": row["prompt_ids"], "completion_ids": row[f"{side}_ids"]}
                 for row in rows
             ]
-            found = reference_log_probs(model, answers, 1.0)
+            (found,) = by_parts(measure, answers, limit)
             for row, log_probs in zip(rows, found, strict=True):
                 row[f"log_probs_ref_{side}"] = log_probs
         yield rows

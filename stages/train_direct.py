@@ -17,7 +17,6 @@ import click
 import torch
 
 from stages.base import params
-from stages.base.chunks import chunks
 from stages.base.command import SharedStage, launched, paths, say
 from stages.base.contents import check_contents, check_positions, check_vocabulary
 from stages.base.files import replacing
@@ -34,7 +33,7 @@ from stages.models.checkpoints import load_policy, save_model
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
 from stages.models.recompute import recompute_layers
-from stages.training.batching import pair_lengths
+from stages.training.batching import in_order, pair_lengths
 from stages.training.saving import Saver
 from stages.training.steps import check_weights
 from stages.training.supervised import Fit, Recipe
@@ -65,7 +64,7 @@ def train_direct(
             check_vocabulary(path, found, vocabulary_of(policy), start)
             check_positions(path, scored, positions_of(policy.config), start)
         with accelerator.autocast():
-            before = validate(policy, held_out, knobs.direct)
+            before = validate(policy, held_out, knobs)
         inputs = [train_path, validation, start]
         saver = Saver(work_of("train_direct", inputs, knobs, accelerator.device))
         name = f"train_direct-{out.name}"
@@ -74,9 +73,8 @@ def train_direct(
         check_weights(policy, str(out))
         reference = load_policy(start, knobs.attention, accelerator.device, trust)
         with accelerator.autocast():
-            after = validate(policy, held_out, knobs.direct)
-            batch_size = knobs.direct.train_batch_size
-            after["kl_ref"] = mean_kl(policy, reference, held_out, batch_size)
+            after = validate(policy, held_out, knobs)
+            after["kl_ref"] = mean_kl(policy, reference, held_out, knobs)
     if processes.number():
         return  # the first one writes
     with replacing(out, folder=True) as folder:
@@ -102,6 +100,7 @@ def train(accelerator, policy, rows, knobs: Knobs, log: Callable, saver=None) ->
         stage="train_direct",
         seed=knobs.seed,
         nonfinite=knobs.nonfinite,
+        train_max_tokens=knobs.train_max_tokens,
         **{name: getattr(direct, name) for name in names},
     )
     parts: list[dict] = []
@@ -118,13 +117,14 @@ def train(accelerator, policy, rows, knobs: Knobs, log: Callable, saver=None) ->
         return found
 
     lengths = pair_lengths(rows)
-    fit = Fit(accelerator, policy, rows, lengths, recipe, loss_of, len, "pairs", means)
+    fit = Fit(accelerator, policy, rows, lengths, recipe, loss_of, len, "pairs", means, sides=2)
     return fit.run(log, saver)
 
 
 @torch.no_grad()
-def validate(policy, rows, direct: Direct) -> dict[str, float]:
+def validate(policy, rows, knobs: Knobs) -> dict[str, float]:
     """Mean loss and figures over the held-out pairs."""
+    direct = knobs.direct
     loss, total = LOSSES[direct.loss], dict.fromkeys(("loss", *FIGURES), 0.0)
 
     def sums(numbers: Sequence[int]) -> dict[str, float]:
@@ -132,19 +132,25 @@ def validate(policy, rows, direct: Direct) -> dict[str, float]:
         found = losses(pairs, loss, loss_knobs(direct), direct.nll_weight)
         return sums_of(pairs, loss, direct.beta) | {"loss": found.double().sum().item()}
 
-    for part in processes.in_turn(sums, chunks(range(len(rows)), direct.train_batch_size)):
+    for part in processes.in_turn(sums, pair_batches(rows, knobs)):
         total = {name: total[name] + part[name] for name in total}
     return {name: value / len(rows) for name, value in total.items()}
 
 
-def mean_kl(policy, reference, rows, batch_size: int) -> float:
+def mean_kl(policy, reference, rows, knobs: Knobs) -> float:
     """KL(policy || reference) per token of the held-out chosen answers, in nats."""
 
     def kl(batch: Sequence[int]) -> float:
         return chosen_kl(policy, reference, [rows[i] for i in batch])
 
-    total = sum(processes.in_turn(kl, chunks(range(len(rows)), batch_size)))
+    total = sum(processes.in_turn(kl, pair_batches(rows, knobs)))
     return total / sum(rows.lengths("chosen_ids"))
+
+
+def pair_batches(rows, knobs: Knobs) -> list[list[int]]:
+    """Pairs of a pass without gradient, as they come."""
+    sizes = (knobs.direct.train_batch_size, knobs.train_max_tokens, 2)
+    return in_order(pair_lengths(rows), *sizes)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import click
 import torch
 
 from stages.base import params
-from stages.base.chunks import chunks
 from stages.base.command import SharedStage, launched, paths, say
 from stages.base.contents import check_contents, check_positions, check_vocabulary
 from stages.base.files import replacing
@@ -32,7 +31,7 @@ from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
 from stages.models.recompute import recompute_layers
 from stages.models.scorers import scores
-from stages.training.batching import pair_lengths
+from stages.training.batching import in_order, pair_lengths
 from stages.training.bradley_terry import (
     bradley_terry_loss,
     calibration,
@@ -74,7 +73,7 @@ def train_rm(
             steps = train(accelerator, scorer, rows, knobs, log, saver)
         check_weights(scorer, "models/rm")
         with accelerator.autocast():
-            found = validate(scorer, held_out, knobs.rm)
+            found = validate(scorer, held_out, knobs)
     if processes.number():
         return  # the first one writes
     with replacing(out, folder=True) as folder:
@@ -88,7 +87,13 @@ def train_rm(
 def train(accelerator, scorer, rows, knobs: Knobs, log: Callable, saver=None) -> list[dict]:
     """All epochs; returns one row of figures per optimizer step, each logged as it comes."""
     knobs_of_rm = knobs.rm.model_dump(exclude={"centering"})
-    recipe = Recipe(stage="train_rm", seed=knobs.seed, nonfinite=knobs.nonfinite, **knobs_of_rm)
+    recipe = Recipe(
+        stage="train_rm",
+        seed=knobs.seed,
+        nonfinite=knobs.nonfinite,
+        train_max_tokens=knobs.train_max_tokens,
+        **knobs_of_rm,
+    )
     right: list[int] = []
 
     def accuracy(pairs: int) -> dict:
@@ -108,6 +113,7 @@ def train(accelerator, scorer, rows, knobs: Knobs, log: Callable, saver=None) ->
         divisor_of=len,
         unit="pairs",
         more_of=accuracy,
+        sides=2,
     )
     return fit.run(log, saver)
 
@@ -128,7 +134,7 @@ def pair_scores(scorer, pairs: list[dict]):
 
 
 @torch.no_grad()
-def validate(scorer, rows, rm) -> dict:
+def validate(scorer, rows, knobs: Knobs) -> dict:
     """Accuracy (a tie is a miss), ties, loss without centring, mean gap and calibration error.
 
     All are of pairs on held-out prompts.
@@ -137,7 +143,8 @@ def validate(scorer, rows, rm) -> dict:
     def scored(batch: Sequence[int]) -> list[torch.Tensor]:
         return [side.cpu() for side in pair_scores(scorer, [rows[i] for i in batch])]
 
-    parts = processes.in_turn(scored, chunks(range(len(rows)), rm.train_batch_size))
+    sizes = (knobs.rm.train_batch_size, knobs.train_max_tokens, 2)
+    parts = processes.in_turn(scored, in_order(pair_lengths(rows), *sizes))
     chosen, rejected = (torch.cat(side) for side in zip(*parts, strict=True))
     margin = torch.tensor([rows[i]["margin"] for i in range(len(rows))])
     return {

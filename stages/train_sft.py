@@ -70,7 +70,11 @@ def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> 
 def train(accelerator, policy, rows, knobs: Knobs, log: Callable, saver=None) -> list[dict]:
     """All epochs; returns one row of figures per optimizer step, each logged as it comes."""
     recipe = Recipe(
-        stage="train_sft", seed=knobs.seed, nonfinite=knobs.nonfinite, **knobs.sft.model_dump()
+        stage="train_sft",
+        seed=knobs.seed,
+        nonfinite=knobs.nonfinite,
+        train_max_tokens=knobs.train_max_tokens,
+        **knobs.sft.model_dump(),
     )
     fit = Fit(
         accelerator,

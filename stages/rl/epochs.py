@@ -6,6 +6,7 @@ Letters: N completions of the buffer, B of a micro-batch, T completion tokens. T
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from accelerate import Accelerator
@@ -20,7 +21,7 @@ from stages.rl.kl import kl_penalty
 from stages.rl.objectives import token_weights, value_loss
 from stages.rl.stats import CompletionStats, TokenFigures, token_mean
 from stages.rl.targets import Settings, Targets, stack
-from stages.training.batching import neighbours, plan_groups
+from stages.training.batching import cut, neighbours, plan_groups
 from stages.training.steps import StepFigures, rate_of_update, stop_of, update
 
 
@@ -63,6 +64,11 @@ class Round:
     def __post_init__(self):
         object.__setattr__(self, "stats", CompletionStats(len(self.rows)))
 
+    @cached_property
+    def _lengths(self) -> list[int]:
+        """Tokens of prompt and completion of each row."""
+        return [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in self.rows]
+
     def steps(self, done: int, taken: int = 0) -> Iterator[StepRecord]:
         """Yield a record per optimizer step; `done` updates were taken before this round.
 
@@ -87,14 +93,16 @@ class Round:
 
     def _plan(self, epoch: int) -> list[list[list[int]]]:
         """Steps of micro-batches of row numbers. Unscorable rows, which weigh nothing, are no part
-        of them: whatever stands in such a row can neither stop a step nor skip its mates.
+        of them: whatever stands in such a row can neither stop a step nor skip its mates. Then a
+        micro-batch of too many tokens is cut.
         """
         settings, used = self.settings, self.targets.used.tolist()
         sizes = (settings.train_batch_size, settings.batch_acc)
         names = ("optimize", settings.round_number, "shuffle", epoch)
         plan = plan_groups(self.targets.groups.tolist(), *sizes, settings.seed, *names)
         plan = [[[row for row in batch if used[row]] for batch in step] for step in plan]
-        plan = [[batch for batch in step if batch] for step in plan]
+        if (limit := settings.train_max_tokens) is not None:
+            plan = [[part for b in step for part in cut(b, self._lengths, limit)] for step in plan]
         return [step for step in plan if step]
 
     def _step(self, epoch: int, batches: list[list[int]], done: int) -> StepRecord:

@@ -37,6 +37,7 @@ class Settings:
     target_kl: float | None
     train_batch_size: int
     batch_acc: int
+    train_max_tokens: int | None
     lr: float
     lr_critic: float
     warmup_steps: int

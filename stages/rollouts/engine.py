@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stages.base.chunks import chunks
+from stages.base.chunks import chunks, within
 from stages.base.randomness import shuffled
 from stages.rollouts.sampling import Completion, Sampling, sample, uniforms
 
@@ -157,9 +157,20 @@ class Engine:
 def sample_groups(
     policy: PreTrainedModel, prompts: Sequence[Prompt], draws: Tensor | None, sampling: Sampling
 ) -> list[list[Completion]]:
-    """(U prompts, draws (U, G, T)) -> U lists of G completions; without draws one greedy one."""
-    completions = sample(policy, [prompt.ids for prompt in prompts], draws, sampling)
-    return list(chunks(completions, len(completions) // len(prompts)))
+    """(U prompts, draws (U, G, T)) -> U lists of G completions; without draws one greedy one.
+
+    Prompts whose rows would hold more than `sampling.max_tokens` are decoded in turn, and so are
+    the completions of a prompt that alone would.
+    """
+    group, limit = 1 if draws is None else draws.shape[1], sampling.max_tokens
+    completions, cap = [], sampling.max_new_tokens
+    for part in within(([len(prompt.ids) + cap] * group for prompt in prompts), limit):
+        ids = [prompts[place].ids for place in part]
+        size = group if limit is None else max(1, limit // (max(map(len, ids)) + cap))
+        for start in range(0, group, size if len(part) == 1 else group):
+            uniform = None if draws is None else draws[part, start : start + size]
+            completions += sample(policy, ids, uniform, sampling)
+    return list(chunks(completions, group))
 
 
 def draws_of(

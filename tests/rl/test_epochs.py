@@ -52,6 +52,7 @@ def settings(loss: str, **options) -> Settings:
             "target_kl": None,
             "train_batch_size": 100,
             "batch_acc": 1,
+            "train_max_tokens": None,
             "lr": 1e-2,
             "lr_critic": 2e-2,
             "warmup_steps": 0,
@@ -452,6 +453,27 @@ def test_micro_batches_change_neither_loss_nor_norm_nor_weights(loss):
         weights = whole.weights()
         for name, weight in parts.weights().items():
             torch.testing.assert_close(weight, weights[name], rtol=1e-4, atol=1e-5)
+
+
+@each_objective
+@pytest.mark.parametrize("limit", [1, 24, 40])
+def test_a_limit_on_tokens_cuts_micro_batches_and_changes_no_step(loss, limit):
+    rows = make_buffer(llama(), **SIX, moved=0.2)
+    options = {"sgd": True, "beta": 0.2, "lr": 0.1, "lr_critic": 0.1, "ppo_epochs": 2}
+    whole, parts = (run(loss, rows, train_max_tokens=cap, **options) for cap in (None, limit))
+    lengths = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows]
+    settled = settings(loss, train_max_tokens=limit)
+    learner = Learner(parts.policy, None, {})
+    (step,) = Round(cpu_accelerator(), learner, rows, parts.targets, settled)._plan(0)
+    assert len(step) > 1 and sorted(row for batch in step for row in batch) == list(range(6))
+    for batch in step:
+        assert len(batch) == 1 or len(batch) * max(lengths[row] for row in batch) <= limit
+    for got, wanted in zip(parts.records, whole.records, strict=True):
+        assert got.policy.loss == pytest.approx(wanted.policy.loss, rel=1e-4, abs=1e-6)
+        assert got.policy.grad_norm == pytest.approx(wanted.policy.grad_norm, rel=1e-4)
+    weights = whole.weights()
+    for name, weight in parts.weights().items():
+        torch.testing.assert_close(weight, weights[name], rtol=1e-4, atol=1e-5)
 
 
 @each_objective

@@ -14,6 +14,7 @@ from stages.base import command
 from stages.base.tables import PAIRS, write_table
 from stages.direct.losses import LOSSES
 from stages.models.checkpoints import save_model
+from stages.models.scorers import reference_log_probs
 from stages.score_pairs import score_pairs
 from stages.train_direct import train_direct
 from tests.helpers.models import byte_tokenizer, llama, plain_log_probs, random_ids
@@ -116,6 +117,26 @@ def test_every_loss_trains_a_model_that_prefers_what_was_chosen(project, loss):
     gaps = [float(r["chosen_reward"]) - float(r["rejected_reward"]) for r in rows]
     assert sum(gaps[-3:]) > sum(gaps[:3])
     AutoModelForCausalLM.from_pretrained(project / "models" / "direct" / loss)
+
+
+def test_pairs_are_scored_in_passes_of_no_more_tokens_than_the_knob_says(project, monkeypatch):
+    score()
+    tables = [pq.read_table(project / "scored" / "train.parquet").to_pylist()]
+    seen = []
+
+    def watched(model, rows, temperature):
+        lengths = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows]
+        seen.append((len(rows), len(rows) * max(lengths)))
+        return reference_log_probs(model, rows, temperature)
+
+    monkeypatch.setattr("stages.score_pairs.reference_log_probs", watched)
+    set_knobs(project, forward_max_tokens=17)
+    score()
+    assert max(rows for rows, _ in seen) == 2 and all(n <= 17 for rows, n in seen if rows > 1)
+    tables.append(pq.read_table(project / "scored" / "train.parquet").to_pylist())
+    for row, other in zip(*tables, strict=True):
+        for side in ("log_probs_ref_chosen", "log_probs_ref_rejected"):
+            assert row[side] == pytest.approx(other[side], abs=1e-5)
 
 
 def test_before_the_first_step_the_policy_is_its_reference(project):

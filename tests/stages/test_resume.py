@@ -25,7 +25,7 @@ from stages.training.supervised import Fit
 from tests.helpers.cuts import Cut, cutting
 from tests.helpers.models import byte_tokenizer, gpt2
 from tests.helpers.tiny import ROOT
-from tests.helpers.trainings import COMMANDS, lay_out, set_knobs, words
+from tests.helpers.trainings import COMMANDS, SECTIONS, lay_out, set_knobs, words
 from tests.pipeline.running import content
 
 EVERY_STEP = "0.0000001"
@@ -252,6 +252,19 @@ def test_a_signal_saves_and_ends_the_stage_and_the_same_command_goes_on(project,
     done = subprocess.run(line, env=environment, text=True, capture_output=True)
     assert done.returncode == 0 and "goes on after step" in done.stdout, done.stderr
     assert content(project / "cut") == content(project / "whole")
+
+
+@pytest.mark.parametrize("stage", COMMANDS)
+def test_micro_batches_hold_no_more_tokens_than_the_knob_says(project, monkeypatch, stage):
+    trained, limit = [], 16
+    monkeypatch.setattr(Fit, "run", lambda fit, *_: trained.append(fit) or [])
+    set_knobs(project, train_max_tokens=limit, **{f"{s}__train_batch_size": 8 for s in SECTIONS})
+    run(stage, "asked")
+    (fit,) = trained
+    sides = 1 if stage == "train_sft" else 2
+    batches = [batch for step in fit.plan() for batch in step]
+    sizes = [sides * len(batch) * max(fit.lengths[row] for row in batch) for batch in batches]
+    assert max(sizes) <= limit and max(map(len, batches)) > 1
 
 
 @pytest.mark.parametrize("asked", [False, True])
