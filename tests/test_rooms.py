@@ -27,6 +27,7 @@ DISK = {
     "base/tokenizers.py",
     "base/trust.py",
     "base/verifiers.py",
+    "models/adapters.py",
     "models/checkpoints.py",
     "models/trainer_state.py",
     "rows/formats.py",
