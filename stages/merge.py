@@ -10,11 +10,12 @@ from pathlib import Path
 import click
 import torch
 
+from stages.base.bases import base_of
 from stages.base.errors import InputError
 from stages.base.files import replacing
 from stages.base.spelling import spelled_out
 from stages.base.tokenizers import load_tokenizer
-from stages.models.adapters import base_of, merge
+from stages.models.adapters import merge
 from stages.models.checkpoints import load_policy, load_scorer, save_model
 
 

@@ -19,6 +19,7 @@ import click
 import torch
 
 from stages.base import params
+from stages.base.bases import base_of
 from stages.base.command import Stage, paths, progress, say
 from stages.base.contents import (
     check_contents,
@@ -30,22 +31,24 @@ from stages.base.errors import BadKnob, InputError
 from stages.base.metrics import Means, write_json
 from stages.base.positions import positions_of
 from stages.base.randomness import seed_everything
+from stages.base.scratch import work_of
 from stages.base.tables import BUFFERS, UPDATES, Rows, random_access, write_table
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.optimize import Knobs
-from stages.models.adapters import base_of, make_trainable
+from stages.models.adapters import make_trainable
 from stages.models.checkpoints import load_policy, load_scorer, new_scorer
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
 from stages.models.recompute import recompute_layers
 from stages.models.trainer_state import TrainerState, load_optimizer, load_trainer, save_policy
 from stages.rl.advantages import has_spread, rows_of_groups
+from stages.rl.correction import correction_figures
 from stages.rl.epochs import Learner, Round, StepRecord
 from stages.rl.kl import FITTING
 from stages.rl.objectives import OBJECTIVES, Clip
 from stages.rl.stats import CompletionStats, explained_variance, token_mean
 from stages.rl.targets import Settings, Targets, make_targets
-from stages.training.saving import Saver, parts_of, restore, tensors_of, work_of
+from stages.training.saving import Saver, parts_of, restore, tensors_of
 from stages.training.steps import adamw, check_weights
 from stages.training.tracking import tracking
 
@@ -76,8 +79,7 @@ def optimize(
         check_vocabulary(buffer, largest, vocabulary_of(learner.policy), start)
         check_positions(buffer, BUFFERS, positions_of(learner.policy.config), start)
         learning = Round(accelerator, learner, rows, targets, settings)
-        name, folders = f"optimize-{round_number}", (start, reward_model)
-        inputs = [buffer, *{*folders, *map(base_of, folders)}]
+        name, inputs = f"optimize-{round_number}", [buffer, start, reward_model]
         saver = Saver(work_of(name, inputs, knobs, accelerator.device))
         with saver.watching(), tracking(name, knobs.model_dump(), curve) as log:
             steps = take_steps(learning, state.step, knobs, log, saver)
@@ -288,7 +290,16 @@ def round_figures(
         "value_loss": means.of("value_loss"),
         "explained_variance": explained(targets),
         "skipped": sum(step["skipped"] for step in steps),
+        **sampler_figures(targets, settings),
     }
+
+
+def sampler_figures(targets: Targets, settings: Settings) -> dict[str, float]:
+    """How far another engine's sampling was from the policy; none for our own."""
+    if targets.gaps is None:
+        return {}
+    how = (settings.sampler_correction, settings.sampler_correction_cap)
+    return correction_figures(targets.gaps, targets.used, *how)
 
 
 def explained(targets: Targets) -> float | None:

@@ -16,25 +16,25 @@ import click
 import torch
 
 from stages.base import params
-from stages.base.chunks import chunks
 from stages.base.command import Stage, paths, say
 from stages.base.contents import check_contents, check_positions, check_vocabulary
 from stages.base.files import replacing
 from stages.base.metrics import write_json
 from stages.base.positions import positions_of
 from stages.base.randomness import seed_everything
+from stages.base.scratch import work_of
 from stages.base.tables import SCORED_PAIRS, random_access
 from stages.base.tokenizers import load_tokenizer
 from stages.direct.losses import LOSSES, LossKnobs
 from stages.direct.pairs import chosen_kl, losses, pair_log_probs, sums_of
 from stages.knobs.train_direct import Direct, Knobs
-from stages.models.adapters import base_of, make_trainable
+from stages.models.adapters import make_trainable
 from stages.models.checkpoints import load_policy, save_model
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
 from stages.models.recompute import recompute_layers
-from stages.training.batching import pair_lengths
-from stages.training.saving import Saver, work_of
+from stages.training.batching import in_order, pair_lengths
+from stages.training.saving import Saver
 from stages.training.steps import check_weights
 from stages.training.supervised import Fit, Recipe
 from stages.training.tracking import tracking
@@ -64,8 +64,8 @@ def train_direct(
             check_vocabulary(path, found, vocabulary_of(policy), start)
             check_positions(path, scored, positions_of(policy.config), start)
         with accelerator.autocast():
-            before = validate(policy, held_out, knobs.direct)
-        inputs = [train_path, validation, *{start, base_of(start)}]
+            before = validate(policy, held_out, knobs)
+        inputs = [train_path, validation, start]
         saver = Saver(work_of("train_direct", inputs, knobs, accelerator.device))
         name = f"train_direct-{out.name}"
         with saver.watching(), tracking(name, knobs.model_dump(), curve) as log:
@@ -73,9 +73,8 @@ def train_direct(
         check_weights(policy, str(out))
         reference = load_policy(start, knobs.attention, accelerator.device, trust)
         with accelerator.autocast():
-            after = validate(policy, held_out, knobs.direct)
-            batch_size = knobs.direct.train_batch_size
-            after["kl_ref"] = mean_kl(policy, reference, held_out, batch_size)
+            after = validate(policy, held_out, knobs)
+            after["kl_ref"] = mean_kl(policy, reference, held_out, knobs)
     with replacing(out, folder=True) as folder:
         save_model(folder, policy, tokenizer)
     found = {f"{name}_before": before[name] for name in ("loss", *FIGURES)} | after
@@ -99,6 +98,7 @@ def train(accelerator, policy, rows, knobs: Knobs, log: Callable, saver=None) ->
         stage="train_direct",
         seed=knobs.seed,
         nonfinite=knobs.nonfinite,
+        train_max_tokens=knobs.train_max_tokens,
         **{name: getattr(direct, name) for name in names},
     )
     parts: list[dict] = []
@@ -114,15 +114,16 @@ def train(accelerator, policy, rows, knobs: Knobs, log: Callable, saver=None) ->
         return found
 
     lengths = pair_lengths(rows)
-    fit = Fit(accelerator, policy, rows, lengths, recipe, loss_of, len, "pairs", means)
+    fit = Fit(accelerator, policy, rows, lengths, recipe, loss_of, len, "pairs", means, sides=2)
     return fit.run(log, saver)
 
 
 @torch.no_grad()
-def validate(policy, rows, direct: Direct) -> dict[str, float]:
+def validate(policy, rows, knobs: Knobs) -> dict[str, float]:
     """Mean loss and figures over the held-out pairs."""
+    direct = knobs.direct
     loss, total = LOSSES[direct.loss], dict.fromkeys(("loss", *FIGURES), 0.0)
-    for numbers in chunks(range(len(rows)), direct.train_batch_size):
+    for numbers in pair_batches(rows, knobs):
         pairs = pair_log_probs(policy, [rows[i] for i in numbers], loss.reference)
         found = losses(pairs, loss, loss_knobs(direct), direct.nll_weight)
         part = sums_of(pairs, loss, direct.beta) | {"loss": found.double().sum().item()}
@@ -130,11 +131,17 @@ def validate(policy, rows, direct: Direct) -> dict[str, float]:
     return {name: value / len(rows) for name, value in total.items()}
 
 
-def mean_kl(policy, reference, rows, batch_size: int) -> float:
+def mean_kl(policy, reference, rows, knobs: Knobs) -> float:
     """KL(policy || reference) per token of the held-out chosen answers, in nats."""
-    batches = chunks(range(len(rows)), batch_size)
+    batches = pair_batches(rows, knobs)
     total = sum(chosen_kl(policy, reference, [rows[i] for i in batch]) for batch in batches)
     return total / sum(rows.lengths("chosen_ids"))
+
+
+def pair_batches(rows, knobs: Knobs) -> list[list[int]]:
+    """Pairs of a pass without gradient, as they come."""
+    sizes = (knobs.direct.train_batch_size, knobs.train_max_tokens, 2)
+    return in_order(pair_lengths(rows), *sizes)
 
 
 if __name__ == "__main__":

@@ -15,23 +15,23 @@ import click
 import torch
 
 from stages.base import params
-from stages.base.chunks import chunks
 from stages.base.command import Stage, paths, say
 from stages.base.contents import check_contents, check_positions, check_vocabulary
 from stages.base.files import replacing
 from stages.base.metrics import write_json
 from stages.base.positions import positions_of
 from stages.base.randomness import seed_everything
+from stages.base.scratch import work_of
 from stages.base.tables import PAIRS, random_access
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.train_rm import Knobs
-from stages.models.adapters import base_of, make_trainable
+from stages.models.adapters import make_trainable
 from stages.models.checkpoints import new_scorer, save_model
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
 from stages.models.recompute import recompute_layers
 from stages.models.scorers import scores
-from stages.training.batching import pair_lengths
+from stages.training.batching import in_order, pair_lengths
 from stages.training.bradley_terry import (
     bradley_terry_loss,
     calibration,
@@ -40,7 +40,7 @@ from stages.training.bradley_terry import (
     preference_accuracy,
     tie_share,
 )
-from stages.training.saving import Saver, work_of
+from stages.training.saving import Saver
 from stages.training.steps import check_weights
 from stages.training.supervised import Fit, Recipe
 from stages.training.tracking import tracking
@@ -66,13 +66,13 @@ def train_rm(
         for path, found in largest.items():
             check_vocabulary(path, found, vocabulary_of(scorer), sft)
             check_positions(path, PAIRS, positions_of(scorer.config), sft)
-        inputs = [train_path, validation, *{sft, base_of(sft)}]
+        inputs = [train_path, validation, sft]
         saver = Saver(work_of("train_rm", inputs, knobs, accelerator.device))
         with saver.watching(), tracking("train_rm", knobs.model_dump(), curve) as log:
             steps = train(accelerator, scorer, rows, knobs, log, saver)
         check_weights(scorer, "models/rm")
         with accelerator.autocast():
-            found = validate(scorer, held_out, knobs.rm)
+            found = validate(scorer, held_out, knobs)
     with replacing(out, folder=True) as folder:
         save_model(folder, scorer, tokenizer)
     found |= {"steps": len(steps), "skipped": sum(step["skipped"] for step in steps)}
@@ -84,7 +84,13 @@ def train_rm(
 def train(accelerator, scorer, rows, knobs: Knobs, log: Callable, saver=None) -> list[dict]:
     """All epochs; returns one row of figures per optimizer step, each logged as it comes."""
     knobs_of_rm = knobs.rm.model_dump(exclude={"centering", "lora"})
-    recipe = Recipe(stage="train_rm", seed=knobs.seed, nonfinite=knobs.nonfinite, **knobs_of_rm)
+    recipe = Recipe(
+        stage="train_rm",
+        seed=knobs.seed,
+        nonfinite=knobs.nonfinite,
+        train_max_tokens=knobs.train_max_tokens,
+        **knobs_of_rm,
+    )
     right: list[int] = []
 
     def accuracy(pairs: int) -> dict:
@@ -104,6 +110,7 @@ def train(accelerator, scorer, rows, knobs: Knobs, log: Callable, saver=None) ->
         divisor_of=len,
         unit="pairs",
         more_of=accuracy,
+        sides=2,
     )
     return fit.run(log, saver)
 
@@ -124,14 +131,15 @@ def pair_scores(scorer, pairs: list[dict]):
 
 
 @torch.no_grad()
-def validate(scorer, rows, rm) -> dict:
+def validate(scorer, rows, knobs: Knobs) -> dict:
     """Accuracy (a tie is a miss), ties, loss without centring, mean gap and calibration error.
 
     All are of pairs on held-out prompts.
     """
+    sizes = (knobs.rm.train_batch_size, knobs.train_max_tokens, 2)
     parts = [
         pair_scores(scorer, [rows[i] for i in batch])
-        for batch in chunks(range(len(rows)), rm.train_batch_size)
+        for batch in in_order(pair_lengths(rows), *sizes)
     ]
     chosen, rejected = (torch.cat(side).cpu() for side in zip(*parts, strict=True))
     margin = torch.tensor([rows[i]["margin"] for i in range(len(rows))])

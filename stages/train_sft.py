@@ -21,6 +21,7 @@ from stages.base.files import replacing
 from stages.base.metrics import write_json
 from stages.base.positions import positions_of
 from stages.base.randomness import seed_everything
+from stages.base.scratch import work_of
 from stages.base.tables import SFT, random_access
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.train_sft import Knobs
@@ -29,7 +30,7 @@ from stages.models.checkpoints import load_policy, save_model
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
 from stages.models.recompute import recompute_layers
-from stages.training.saving import Saver, work_of
+from stages.training.saving import Saver
 from stages.training.sft import micro_batch_loss, predicted
 from stages.training.steps import check_weights
 from stages.training.supervised import Fit, Recipe
@@ -68,7 +69,13 @@ def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> 
 def train(accelerator, policy, rows, knobs: Knobs, log: Callable, saver=None) -> list[dict]:
     """All epochs; returns one row of figures per optimizer step, each logged as it comes."""
     knobs_of_sft = knobs.sft.model_dump(exclude={"lora"})
-    recipe = Recipe(stage="train_sft", seed=knobs.seed, nonfinite=knobs.nonfinite, **knobs_of_sft)
+    recipe = Recipe(
+        stage="train_sft",
+        seed=knobs.seed,
+        nonfinite=knobs.nonfinite,
+        train_max_tokens=knobs.train_max_tokens,
+        **knobs_of_sft,
+    )
     fit = Fit(
         accelerator,
         policy,

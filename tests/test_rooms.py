@@ -17,8 +17,10 @@ REGISTRIES = {("optimize.py", "rl"), ("train_direct.py", "direct")}
 
 # The modules that may open, list or write files; all others take and give values.
 DISK = {
+    "base/bases.py",
     "base/clones.py",
     "base/files.py",
+    "base/kept.py",
     "base/metrics.py",
     "base/params.py",
     "base/positions.py",

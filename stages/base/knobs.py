@@ -172,6 +172,19 @@ class Compute(Section):
     model: Trust
 
 
+class Reading(Compute):
+    """What a stage reads beside that runs a model without training it."""
+
+    forward_max_tokens: Annotated[
+        int | None,
+        Field(
+            description="Most tokens, padding included, of one batch that is scored or sampled, the"
+            " room for max_new_tokens included: larger batches are cut; null: no limit.",
+            ge=1,
+        ),
+    ]
+
+
 class Memory(Compute):
     """What a training stage reads beside: memory against time, at the same gradients."""
 
@@ -179,6 +192,15 @@ class Memory(Compute):
         "Keep no activations of layers and compute them anew in the backward pass: less memory, for"
         " one more forward pass. Prompts are then not shared."
     )
+    train_max_tokens: Annotated[
+        int | None,
+        Field(
+            description="Most tokens, padding included, of one forward and backward pass: a larger"
+            " micro-batch is cut, at the same gradients, and a longer row goes alone; null: no"
+            " limit.",
+            ge=1,
+        ),
+    ]
 
 
 class Lora(Section):

@@ -1,9 +1,9 @@
 """Knobs of `evaluate` and `evaluate_sft`."""
 
 from stages.base.knobs import (
-    Compute,
     MaxNewTokens,
     PromptSource,
+    Reading,
     Seed,
     Verification,
     number,
@@ -17,7 +17,7 @@ class Evaluate(PromptSource):
     batch_size: whole("Completions decoded side by side.", ge=1)
 
 
-class Knobs(Compute, Verification):
+class Knobs(Reading, Verification):
     seed: Seed
     max_new_tokens: MaxNewTokens
     evaluate: Evaluate

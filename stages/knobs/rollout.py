@@ -5,10 +5,10 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from stages.base.knobs import (
-    Compute,
     MaxNewTokens,
     NumRollouts,
     PromptSource,
+    Reading,
     Seed,
     Temperature,
     Verification,
@@ -22,7 +22,7 @@ class Prompts(PromptSource):
     max_length: whole("Longest prompt in tokens; longer prompts are left out and counted.", ge=1)
 
 
-class Knobs(Compute, Verification):
+class Knobs(Reading, Verification):
     seed: Seed
     prompts: Prompts
     prompts_per_step: whole("Prompts sampled in one round.", ge=1)

@@ -1,6 +1,6 @@
 """Knobs of `score`."""
 
-from stages.base.knobs import Beta, Compute, Critic, ScoreBatchSize, Section, Temperature, Weight
+from stages.base.knobs import Beta, Critic, Reading, ScoreBatchSize, Section, Temperature, Weight
 
 
 class Rewards(Section):
@@ -10,7 +10,7 @@ class Rewards(Section):
     reward_model: Weight
 
 
-class Knobs(Compute):
+class Knobs(Reading):
     temperature: Temperature
     beta: Beta
     critic: Critic

@@ -1,7 +1,7 @@
 """Knobs of `score_pairs`."""
 
-from stages.base.knobs import Compute, ScoreBatchSize
+from stages.base.knobs import Reading, ScoreBatchSize
 
 
-class Knobs(Compute):
+class Knobs(Reading):
     score_batch_size: ScoreBatchSize

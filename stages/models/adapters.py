@@ -20,33 +20,17 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from stages.base.bases import CONFIG, base_of
 from stages.base.errors import BadKnob, InputError
 from stages.base.knobs import Lora
 from stages.base.metrics import write_json
 from stages.base.trust import object_of
 from stages.models.compute import all_finite
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 NAME = "default"  # what peft calls a model's only adapter
 HEAD = "score.weight"
 PREFIX = "base_model.model."  # of every name in a file of peft's
-
-
-def base_of(folder: Path) -> Path:
-    """The folder of the whole model that adapters are for; a folder of whole weights is its own."""
-    if not (folder / CONFIG).is_file():
-        return folder
-    base = object_of(folder / CONFIG).get("base_model_name_or_path")
-    if not base or not isinstance(base, str):
-        raise InputError(
-            f"{folder / CONFIG}: base_model_name_or_path is {base!r}, expected a folder"
-        )
-    if not (Path(base) / "config.json").is_file() or (Path(base) / CONFIG).is_file():
-        raise InputError(
-            f"{folder}: its adapters are for {base}, where no whole model lies; expected one, seen"
-            " from the folder of dvc.yaml (`dvc checkout` brings it back)"
-        )
-    return Path(base)
 
 
 def has_adapters(model: nn.Module) -> bool:

@@ -7,12 +7,13 @@ last real token, found from lengths and never from pad ids. A critic is the same
 every state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from stages.base.chunks import within
 from stages.models.forward import Ids, completion_states
 from stages.models.log_probs import head_log_probs
 
@@ -70,6 +71,15 @@ def scores_and_values(
     scores = values.gather(1, lengths[:, None])[:, 0].tolist()
     kept = zip(values.tolist(), lengths.tolist(), strict=True)
     return scores, [row[:length] for row, length in kept]
+
+
+def by_parts(
+    measure: Callable[[Sequence[dict]], Sequence[list]], rows: Sequence[dict], limit: int | None
+) -> list[list]:
+    """(B rows) -> the columns that `measure` gives, in passes of at most `limit` padded tokens."""
+    lengths = ([len(row["prompt_ids"]) + len(row["completion_ids"])] for row in rows)
+    found = [measure([rows[place] for place in part]) for part in within(lengths, limit)]
+    return [[value for part in column for value in part] for column in zip(*found, strict=True)]
 
 
 def _by_row(flat: list[float], lengths: list[int]) -> list[list[float]]:

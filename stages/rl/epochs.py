@@ -6,6 +6,7 @@ Letters: N completions of the buffer, B of a micro-batch, T completion tokens. T
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from accelerate import Accelerator
@@ -19,7 +20,7 @@ from stages.rl.kl import kl_penalty
 from stages.rl.objectives import token_weights, value_loss
 from stages.rl.stats import CompletionStats, TokenFigures, token_mean
 from stages.rl.targets import Settings, Targets, stack
-from stages.training.batching import plan_groups
+from stages.training.batching import cut, plan_groups
 from stages.training.steps import StepFigures, rate_of_update, stop_of, update
 
 
@@ -62,6 +63,11 @@ class Round:
     def __post_init__(self):
         object.__setattr__(self, "stats", CompletionStats(len(self.rows)))
 
+    @cached_property
+    def _lengths(self) -> list[int]:
+        """Tokens of prompt and completion of each row."""
+        return [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in self.rows]
+
     def steps(self, done: int, taken: int = 0) -> Iterator[StepRecord]:
         """Yield a record per optimizer step; `done` updates were taken before this round.
 
@@ -86,14 +92,16 @@ class Round:
 
     def _plan(self, epoch: int) -> list[list[list[int]]]:
         """Steps of micro-batches of row numbers. Unscorable rows, which weigh nothing, are no part
-        of them: whatever stands in such a row can neither stop a step nor skip its mates.
+        of them: whatever stands in such a row can neither stop a step nor skip its mates. Then a
+        micro-batch of too many tokens is cut.
         """
         settings, used = self.settings, self.targets.used.tolist()
         sizes = (settings.train_batch_size, settings.batch_acc)
         names = ("optimize", settings.round_number, "shuffle", epoch)
         plan = plan_groups(self.targets.groups.tolist(), *sizes, settings.seed, *names)
         plan = [[[row for row in batch if used[row]] for batch in step] for step in plan]
-        plan = [[batch for batch in step if batch] for step in plan]
+        if (limit := settings.train_max_tokens) is not None:
+            plan = [[part for b in step for part in cut(b, self._lengths, limit)] for step in plan]
         return [step for step in plan if step]
 
     def _step(self, epoch: int, batches: list[list[int]], done: int) -> StepRecord:
@@ -150,6 +158,8 @@ class Round:
                 kl_ref = kl_penalty(log_probs, ref, mask, settings.kl_estimator)
                 if settings.kl_placement == "loss":
                     loss = loss + settings.beta * kl_ref
+            if self.targets.factors is not None:
+                loss = loss * stack([self.targets.factors[i] for i in batch], mask)
             seen = TokenFigures(log_probs, old, mask, clipped, entropy, kl_ref)
             self.stats.note(batch, seen)
             yield self._checked(_weighted_sum(loss, weight, mask), loss, batch)

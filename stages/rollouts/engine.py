@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stages.base.chunks import chunks
+from stages.base.chunks import chunks, within
 from stages.base.randomness import shuffled
 from stages.rollouts.sampling import Completion, Sampling, sample, uniforms
 
@@ -46,11 +46,15 @@ class Counts:
         return self.kept + self.dropped
 
 
+Sampler = Callable[[Sequence[Prompt], int, Sequence[int]], list[list[Completion]]]
+
+
 @dataclass(frozen=True)
 class Engine:
     """A policy with all that a round of rollouts takes.
 
-    `rewards(prompt, completion text, ids)` gives the rule columns.
+    `rewards(prompt, completion text, ids)` gives the rule columns. `sampler(prompts, round,
+    positions)` takes the place of our own sampling; None: ours.
     """
 
     policy: PreTrainedModel
@@ -60,6 +64,7 @@ class Engine:
     batch_size: int
     rewards: Callable[[Prompt, str, Sequence[int]], dict]
     seed: int
+    sampler: Sampler | None = None
     counts: Counts = field(default_factory=Counts)
 
     def rows(
@@ -76,16 +81,31 @@ class Engine:
         drawn, at most `tries * wanted` in all (DAPO, Yu et al. 2025, sec. 3.2). `counts` holds what
         became of them in this round.
         """
+        start = Counts(cursor=cursor)
+        for batch in self.batches(prompts, round_number, start, wanted, tries):
+            yield from batch
+
+    def batches(
+        self,
+        prompts: Sequence[Prompt],
+        round_number: int,
+        start: Counts,
+        wanted: int,
+        tries: int,
+    ) -> Iterator[list[dict]]:
+        """`rows`, as lists of those that were sampled together, after what `start` counts.
+
+        `counts` holds what became of the groups up to the batch that was yielded last.
+        """
         counts, limit = self.counts, wanted * max(1, tries)
-        counts.kept, counts.dropped, counts.unscored, counts.cursor = 0, 0, 0, cursor
+        vars(counts).update(vars(start))
         at_once = groups_at_once(self.batch_size, self.num_rollouts)
         while counts.kept < wanted and counts.tried < limit:
             size = min(at_once, wanted - counts.kept, limit - counts.tried)
             positions = range(counts.cursor, counts.cursor + size)
             chosen = [prompts[prompt_at(p, len(prompts), self.seed)] for p in positions]
-            shape = (self.num_rollouts, self.sampling.max_new_tokens)
-            draws = draws_of(self.seed, "rollout", round_number, positions, shape)
-            groups = sample_groups(self.policy, chosen, draws, self.sampling)
+            groups = self._sample(chosen, round_number, positions)
+            rows = []
             for prompt, completions in zip(chosen, groups, strict=True):
                 group = self._rows_of_group(prompt, completions, round_number, counts.kept)
                 scores = {row["reward_correctness"] for row in group} - {None}
@@ -94,8 +114,19 @@ class Engine:
                     counts.unscored += not scores
                 else:
                     counts.kept += 1
-                    yield from group
+                    rows += group
             counts.cursor += size
+            yield rows
+
+    def _sample(
+        self, prompts: Sequence[Prompt], round_number: int, positions: Sequence[int]
+    ) -> list[list[Completion]]:
+        """(U prompts at U positions) -> U lists of G completions."""
+        if self.sampler is not None:
+            return self.sampler(prompts, round_number, positions)
+        shape = (self.num_rollouts, self.sampling.max_new_tokens)
+        draws = draws_of(self.seed, "rollout", round_number, positions, shape)
+        return sample_groups(self.policy, prompts, draws, self.sampling)
 
     def _rows_of_group(
         self, prompt: Prompt, completions, round_number: int, group: int
@@ -116,6 +147,7 @@ class Engine:
                     "completion_ids": completion.ids,
                     "finished": completion.finished,
                     "log_probs_old": completion.log_probs,
+                    "log_probs_sampler": completion.log_probs_sampler,
                     **self.rewards(prompt, text, completion.ids),
                 }
             )
@@ -125,9 +157,20 @@ class Engine:
 def sample_groups(
     policy: PreTrainedModel, prompts: Sequence[Prompt], draws: Tensor | None, sampling: Sampling
 ) -> list[list[Completion]]:
-    """(U prompts, draws (U, G, T)) -> U lists of G completions; without draws one greedy one."""
-    completions = sample(policy, [prompt.ids for prompt in prompts], draws, sampling)
-    return list(chunks(completions, len(completions) // len(prompts)))
+    """(U prompts, draws (U, G, T)) -> U lists of G completions; without draws one greedy one.
+
+    Prompts whose rows would hold more than `sampling.max_tokens` are decoded in turn, and so are
+    the completions of a prompt that alone would.
+    """
+    group, limit = 1 if draws is None else draws.shape[1], sampling.max_tokens
+    completions, cap = [], sampling.max_new_tokens
+    for part in within(([len(prompt.ids) + cap] * group for prompt in prompts), limit):
+        ids = [prompts[place].ids for place in part]
+        size = group if limit is None else max(1, limit // (max(map(len, ids)) + cap))
+        for start in range(0, group, size if len(part) == 1 else group):
+            uniform = None if draws is None else draws[part, start : start + size]
+            completions += sample(policy, ids, uniform, sampling)
+    return list(chunks(completions, group))
 
 
 def draws_of(

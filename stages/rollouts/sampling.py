@@ -34,7 +34,10 @@ LOGITS = 2**27
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn: top_k, top_p and min_p narrow the support, never the log-probs."""
+    """How a token is drawn: top_k, top_p and min_p narrow the support, never the log-probs.
+
+    `max_tokens` is the most that rows side by side may come to, prompts and caps; None: no limit.
+    """
 
     temperature: float
     top_p: float
@@ -42,6 +45,7 @@ class Sampling:
     min_p: float
     max_new_tokens: int
     stop_ids: tuple[int, ...]
+    max_tokens: int | None = None
 
     def narrowing(self) -> LogitsProcessorList:
         warpers = LogitsProcessorList()
@@ -56,11 +60,15 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """Sampled ids (the stop token included), their log-probs, and whether a stop token came."""
+    """Sampled ids (the stop token included), their log-probs, and whether a stop token came.
+
+    `log_probs_sampler` are those of an engine that is not ours; None where we sampled.
+    """
 
     ids: list[int]
     log_probs: list[float]
     finished: bool
+    log_probs_sampler: list[float] | None = None
 
 
 def uniforms(seed: int, stage: str, round_number: int, position: int, shape: tuple) -> Tensor:

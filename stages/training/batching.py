@@ -1,5 +1,8 @@
 """Which rows go into which optimizer step and micro-batch; plain row numbers in and out."""
 
+from collections.abc import Sequence
+
+from stages.base.chunks import chunks, within
 from stages.base.randomness import shuffled
 
 WINDOW = 16
@@ -46,6 +49,25 @@ def plan_groups(
     rows = [row for i in shuffled(len(keys), seed, *names) for row in members[keys[i]]]
     batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
     return [batches[i : i + batch_acc] for i in range(0, len(batches), batch_acc)]
+
+
+def cut(
+    batch: Sequence[int], lengths: Sequence[int], limit: int | None, sides: int = 1
+) -> list[list[int]]:
+    """A micro-batch of row numbers -> micro-batches of at most `limit` padded tokens, in its order.
+
+    `sides` rows are read for each number: 2 of a pair. A row above the limit goes alone.
+    """
+    parts = within(([lengths[row]] * sides for row in batch), limit)
+    return [[batch[place] for place in part] for part in parts]
+
+
+def in_order(
+    lengths: Sequence[int], batch_size: int, limit: int | None, sides: int = 1
+) -> list[list[int]]:
+    """Row lengths -> micro-batches of rows as they come, cut where they hold too many tokens."""
+    batches = chunks(range(len(lengths)), batch_size)
+    return [part for batch in batches for part in cut(batch, lengths, limit, sides)]
 
 
 def pair_lengths(rows) -> list[int]:

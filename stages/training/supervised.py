@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from stages.base.command import progress
 from stages.base.randomness import seed_everything
-from stages.training.batching import plan_epoch
+from stages.training.batching import cut, plan_epoch
 from stages.training.saving import Saver, restore, tensors_of
 from stages.training.steps import adamw, ema, rate_of_update, update
 
@@ -29,16 +29,19 @@ class Recipe:
     weight_decay: float
     max_norm: float
     nonfinite: str
+    train_max_tokens: int | None
 
 
 @dataclass(frozen=True)
 class Fit:
     """A training: its plan of all epochs, and its steps.
 
+    lengths     tokens of each row; of a pair, those of its longer side
     loss_of     (micro-batch of rows, divisor) -> its part of the step's loss, a scalar
     divisor_of  (rows of an optimizer step) -> the divisor, by which the loss is divided once
     unit        what the divisor counts: tokens, pairs
     more_of     (divisor) -> further figures of the step that was just taken
+    sides       rows that are read for each row: 2 of a pair
     """
 
     accelerator: Accelerator
@@ -50,16 +53,19 @@ class Fit:
     divisor_of: Callable[[list[dict]], int]
     unit: str
     more_of: Callable[[int], dict] = lambda divisor: {}
+    sides: int = 1
 
     def plan(self) -> list[list[list[int]]]:
         """Row numbers of each micro-batch of each optimizer step, epoch after epoch."""
         recipe = self.recipe
         sizes = (recipe.train_batch_size, recipe.batch_acc, recipe.drop_last)
-        return [
+        steps = (
             step
             for epoch in range(recipe.epochs)
             for step in plan_epoch(self.lengths, *sizes, recipe.seed, recipe.stage, epoch)
-        ]
+        )
+        limits = (self.lengths, recipe.train_max_tokens, self.sides)
+        return [[part for batch in step for part in cut(batch, *limits)] for step in steps]
 
     def run(self, log: Callable[[dict], None], saver: Saver | None = None) -> list[dict]:
         """Train; returns one row of figures per optimizer step, each logged as it comes."""

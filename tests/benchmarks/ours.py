@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 
 BASE = Path("base")
@@ -115,6 +116,33 @@ def reward(args) -> dict:
 
     path = "pairs.parquet"
     found = supervised(train_rm, new_scorer, path, PAIRS, args.steps, pairs, knobs, knobs.rm)
+    return {"pairs_s": found.pop("rate")} | found
+
+
+def direct(args) -> dict:
+    """DPO on the first `pairs` pairs; their reference is run before, in the same process."""
+    from stages import train_direct
+    from stages.base import params
+    from stages.base.tables import SCORED_PAIRS, write_table
+    from stages.knobs.train_direct import Knobs
+    from stages.models.checkpoints import load_policy
+    from stages.score_pairs import batches
+
+    knobs, path = params.load(Knobs), "scored.parquet"
+    accelerator, device = started(knobs)
+    reference = load_policy(BASE, knobs.attention, device)
+    with accelerator.autocast():
+        sizes = (knobs.direct.train_batch_size, None)
+        found = batches(reference, Path("pairs.parquet"), sizes, "reference")
+        rows = islice(chain.from_iterable(found), args.pairs)
+        write_table(Path(path), SCORED_PAIRS, rows, {})
+    del reference
+
+    def pairs(_, numbers):
+        return len(numbers)
+
+    sizes = (args.steps, pairs, knobs, knobs.direct)
+    found = supervised(train_direct, load_policy, path, SCORED_PAIRS, *sizes)
     return {"pairs_s": found.pop("rate")} | found
 
 
@@ -242,6 +270,7 @@ def stage(name: str, *words) -> None:
 def tokenize(args) -> dict:
     """`tokenize_sft`'s work: rows of a JSONL file to ids and labels in a Parquet file."""
     from stages.base import params
+    from stages.base.kept import Kept
     from stages.base.tables import SFT, write_batches
     from stages.base.tokenizers import load_tokenizer
     from stages.knobs.tokenize_sft import Knobs
@@ -254,7 +283,7 @@ def tokenize(args) -> dict:
     def once():
         name, rows = open_source("sft", knobs.sft, Path(args.data), knobs.seed)
         work = partial(encode, tokenizer, knobs.sft.train_on, knobs.sft.max_length)
-        encoded = tokenized(rows, work, SFT, Intake(name))
+        encoded = tokenized(rows, work, SFT, Intake(name), Kept(None))
         return write_batches(Path("tokenized.parquet"), SFT, encoded, {})
 
     return timed_rows(once, args.steps)
@@ -311,7 +340,8 @@ def matmul(args) -> dict:
 
 
 WORKS = {
-    work.__name__: work for work in (sft, reward, grpo, memory, files, tokenize, plain_map, matmul)
+    work.__name__: work
+    for work in (sft, reward, direct, grpo, memory, files, tokenize, plain_map, matmul)
 }
 
 
@@ -320,7 +350,7 @@ def main() -> None:
     parser.add_argument("work", choices=WORKS)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--data")
-    for name in ("steps", "prompts", "rounds"):
+    for name in ("steps", "prompts", "rounds", "pairs"):
         parser.add_argument(f"--{name}", type=int, default=4)
     parser.add_argument("--every-token", action="store_true")
     parser.add_argument("--bf16", action="store_true")

@@ -143,6 +143,26 @@ def test_score_and_optimize_read_each_micro_batch_once(pays, parts, project, mon
     assert learned.tokens <= most + micro * 4
 
 
+def test_passes_hold_no_more_tokens_than_the_knobs_say(project):
+    """Each prompt of three letters has the same length, so that the limit is one on rows."""
+    project.run("rollout@1")
+    rows, limit = project.rows(), 2 * SAMPLES
+    longest = max(len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows)
+    cap = {"forward_max_tokens": limit * (len(rows[0]["prompt_ids"]) + CAP)}
+
+    def widest(seen) -> int:
+        return max(count for count, _ in seen.shapes)
+
+    assert widest(project.run("rollout@1", **cap)) == limit
+    assert [row["completion_ids"] for row in project.rows()] == [r["completion_ids"] for r in rows]
+    assert widest(project.run("score@1")) == PROMPTS * SAMPLES
+    assert widest(project.run("score@1", forward_max_tokens=5 * longest + 1)) == 5
+    assert widest(project.run("optimize@1")) == MICRO
+    assert widest(project.run("optimize@1", train_max_tokens=4 * longest + 1)) == 4
+    evaluation = project.run("evaluate@1", evaluate__samples=3, **cap)
+    assert widest(evaluation) == limit < widest(project.run("evaluate@1", evaluate__samples=3))
+
+
 def test_models_in_memory_at_once(project):
     assert project.run("rollout@1").models == 1
     assert project.run("score@1", critic="policy").models == 1

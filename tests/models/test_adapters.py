@@ -9,12 +9,12 @@ from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassificatio
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from stages.base.bases import base_of
 from stages.base.errors import BadKnob, InputError
 from stages.base.knobs import Lora
 from stages.models.adapters import (
     adapter_weights,
     add_adapters,
-    base_of,
     has_adapters,
     make_trainable,
     merge,

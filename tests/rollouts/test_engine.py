@@ -1,10 +1,11 @@
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from stages.rollouts.engine import Engine, Prompt, prompt_at
-from stages.rollouts.sampling import Sampling
+from stages.rollouts.sampling import Sampling, sample
 from tests.helpers.models import byte_tokenizer, gpt2, llama, random_ids
 
 NONE = {"reward_correctness": None, "reward_format": None, "reward_length": None}
@@ -235,3 +236,24 @@ def test_special_tokens_and_broken_utf8_stay_in_the_ids_and_not_in_the_text():
     for row in rows:
         assert len(row["completion_ids"]) == len(row["log_probs_old"])
         assert "<|" not in row["completion"]
+
+
+@pytest.mark.parametrize("limit", [1, 12, 20, 40, 80])
+def test_a_limit_on_tokens_decodes_fewer_rows_side_by_side_and_changes_no_sample(
+    monkeypatch, limit
+):
+    policy, passes = llama(), []
+    whole = rows_of(engine(policy, batch_size=100))
+
+    def watched(policy, prompts, draws, sampling):
+        passes.append((len(prompts) * draws.shape[1], max(map(len, prompts)) + 6))
+        return sample(policy, prompts, draws, sampling)
+
+    monkeypatch.setattr("stages.rollouts.engine.sample", watched)
+    made = engine(policy, batch_size=100)
+    sampling = replace(made.sampling, max_tokens=limit)
+    for got, wanted in zip(rows_of(replace(made, sampling=sampling)), whole, strict=True):
+        assert got["log_probs_old"] == pytest.approx(wanted["log_probs_old"], abs=1e-5)
+        assert got | {"log_probs_old": None} == wanted | {"log_probs_old": None}
+    assert sum(rows for rows, _ in passes) == 12 and len(passes) > 1
+    assert all(rows == 1 or rows * width <= limit for rows, width in passes)

@@ -14,6 +14,7 @@ from stages.base import command
 from stages.base.tables import PAIRS, write_table
 from stages.direct.losses import LOSSES
 from stages.models.checkpoints import save_model
+from stages.models.scorers import reference_log_probs
 from stages.score_pairs import score_pairs
 from stages.train_direct import train_direct
 from tests.helpers.models import byte_tokenizer, llama, plain_log_probs, random_ids
@@ -118,6 +119,26 @@ def test_every_loss_trains_a_model_that_prefers_what_was_chosen(project, loss):
     AutoModelForCausalLM.from_pretrained(project / "models" / "direct" / loss)
 
 
+def test_pairs_are_scored_in_passes_of_no_more_tokens_than_the_knob_says(project, monkeypatch):
+    score()
+    tables = [pq.read_table(project / "scored" / "train.parquet").to_pylist()]
+    seen = []
+
+    def watched(model, rows, temperature):
+        lengths = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows]
+        seen.append((len(rows), len(rows) * max(lengths)))
+        return reference_log_probs(model, rows, temperature)
+
+    monkeypatch.setattr("stages.score_pairs.reference_log_probs", watched)
+    set_knobs(project, forward_max_tokens=17)
+    score()
+    assert max(rows for rows, _ in seen) == 2 and all(n <= 17 for rows, n in seen if rows > 1)
+    tables.append(pq.read_table(project / "scored" / "train.parquet").to_pylist())
+    for row, other in zip(*tables, strict=True):
+        for side in ("log_probs_ref_chosen", "log_probs_ref_rejected"):
+            assert row[side] == pytest.approx(other[side], abs=1e-5)
+
+
 def test_before_the_first_step_the_policy_is_its_reference(project):
     score()
     assert train("dpo").exit_code == 0
@@ -172,6 +193,10 @@ def test_accumulation_gives_the_update_of_one_large_batch(project):
             "direct.label_smoothing: found",
         ),
         ({"direct__label_smoothing": 0.5}, "direct.label_smoothing"),
+        (
+            {"direct__loss": "sft", "direct__nll_weight": 1.0},
+            "direct.nll_weight: found 1.0, but loss sft is that term",
+        ),
         ({"branches": {"1": "models/sft"}}, "key '1' is no name of a branch"),
         ({"branches": {1: "models/sft"}}, "key 1 is no name of a branch"),
         ({"branches": {"dpo": "models/rm"}}, "branch 'dpo' starts from 'models/rm'"),

@@ -9,8 +9,9 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from stages.base.bases import base_of
 from stages.merge import merge_adapters
-from stages.models.adapters import adapter_weights, base_of
+from stages.models.adapters import adapter_weights
 from stages.models.checkpoints import load_policy, load_scorer
 from stages.viewer.models import describe
 from tests.helpers.stage import figures, refuse, succeed

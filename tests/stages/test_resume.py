@@ -1,5 +1,6 @@
 """A training that is cut off goes on where it was, and ends at the bytes of an undisturbed one."""
 
+import json
 import os
 import signal
 import subprocess
@@ -144,15 +145,31 @@ def one_byte(path: Path) -> None:
 
 
 def no_json(path: Path) -> None:
-    (path / "state.json").write_text("{")
+    (path / "about.json").write_text("{")
 
 
 def other_key(path: Path) -> None:
-    file = path / "state.json"
+    file = path / "about.json"
     file.write_text(file.read_text().replace('"key": "', '"key": "0'))
 
 
-@pytest.mark.parametrize("fault", [cut_short, one_byte, no_json, other_key])
+def another_record(path: Path) -> None:
+    """A digit of what stands beside the tensors."""
+    file = path / "about.json"
+    text = file.read_text()
+    loss = json.loads(text)["values"]["records"][0]["loss"]
+    file.write_text(text.replace(f'"loss": {loss}', f'"loss": 1{loss}', 1))
+
+
+def another_version(path: Path) -> None:
+    """Written by code that knew other names."""
+    (path / "about.json").write_text(json.dumps({"version": 3, "step": 7}))
+
+
+FAULTS = [cut_short, one_byte, no_json, other_key, another_record, another_version]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_damaged_state_is_passed_over_for_the_one_before_it(project, monkeypatch, fault):
     assert run("train_sft", "whole").exit_code == 0
     cut_off(monkeypatch, "train_sft", "cut", 4)
@@ -275,6 +292,19 @@ def test_a_signal_saves_and_ends_the_stage_and_the_same_command_goes_on(project,
     done = subprocess.run(line, env=environment, text=True, capture_output=True)
     assert done.returncode == 0 and "goes on after step" in done.stdout, done.stderr
     assert content(project / "cut") == content(project / "whole")
+
+
+@pytest.mark.parametrize("stage", COMMANDS)
+def test_micro_batches_hold_no_more_tokens_than_the_knob_says(project, monkeypatch, stage):
+    trained, limit = [], 16
+    monkeypatch.setattr(Fit, "run", lambda fit, *_: trained.append(fit) or [])
+    set_knobs(project, train_max_tokens=limit, **{f"{s}__train_batch_size": 8 for s in SECTIONS})
+    run(stage, "asked")
+    (fit,) = trained
+    sides = 1 if stage == "train_sft" else 2
+    batches = [batch for step in fit.plan() for batch in step]
+    sizes = [sides * len(batch) * max(fit.lengths[row] for row in batch) for batch in batches]
+    assert max(sizes) <= limit and max(map(len, batches)) > 1
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from stages.training.batching import plan_epoch, plan_groups
+from stages.training.batching import cut, in_order, plan_epoch, plan_groups
 
 LENGTHS = [random.Random(0).randrange(1, 40) for _ in range(53)]
 
@@ -95,3 +95,16 @@ def test_groups_are_reshuffled_in_each_epoch_and_round():
     assert plans[0] == plan_groups(groups, 4, 1, 42, "optimize", 1, "shuffle", 0)
     assert len({str(plan) for plan in plans}) == 4
     assert plans[0] != plan_groups(groups, 4, 1, 43, "optimize", 1, "shuffle", 0)
+
+
+def test_a_micro_batch_of_too_many_tokens_is_cut_and_a_row_above_the_limit_goes_alone():
+    lengths = [5, 6, 50, 7, 1]
+    assert cut([4, 0, 1, 3, 2], lengths, 20) == [[4, 0, 1], [3], [2]]
+    assert cut([4, 0, 1, 3, 2], lengths, 20, sides=2) == [[4, 0], [1], [3], [2]]
+    assert cut([3, 1], lengths, None) == [[3, 1]]
+
+
+def test_rows_in_order_are_cut_by_number_and_by_tokens():
+    assert in_order([1, 1, 1, 9, 9], 2, None) == [[0, 1], [2, 3], [4]]
+    assert in_order([1, 1, 1, 9, 9], 2, 10) == [[0, 1], [2], [3], [4]]
+    assert in_order([1, 1, 1, 9, 9], 4, 10, sides=2) == [[0, 1, 2], [3], [4]]

@@ -1,6 +1,7 @@
 """The loop of SFT and reward model, against plain arithmetic; no two knobs are alike."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ RECIPE = {
     "weight_decay": 0.25,
     "max_norm": 0.7,
     "nonfinite": "stop",
+    "train_max_tokens": None,
 }
 ROWS = [{"x": float(i + 1), "count": 2 * i + 1} for i in range(8)]  # steps of 6 rows and of 2
 
@@ -98,3 +100,23 @@ def test_a_loss_that_is_not_finite_stops_or_is_skipped_as_the_recipe_says():
         list(fit(Odd()).steps())
     records = list(fit(Odd(), nonfinite="skip", train_batch_size=1).steps())
     assert sum(record["skipped"] for record in records) == 3
+
+
+@pytest.mark.parametrize("limit", [1, 8, 15])
+@pytest.mark.parametrize("sides", [1, 2])
+def test_a_limit_on_tokens_cuts_micro_batches_and_changes_no_step(limit, sides):
+    sizes = {"train_batch_size": 4, "batch_acc": 2, "max_norm": 100.0}
+    whole, parts = Line(), Line()
+    wanted = fit(whole, **sizes)
+    got = replace(fit(parts, **sizes, train_max_tokens=limit), sides=sides)
+    assert got.plan() == got.plan()
+    counts = [row["count"] for row in ROWS]
+    for step, uncut in zip(got.plan(), wanted.plan(), strict=True):
+        assert [row for batch in step for row in batch] == [row for b in uncut for row in b]
+        for batch in step:
+            widest = max(counts[row] for row in batch)
+            assert len(batch) == 1 or sides * len(batch) * widest <= limit
+    assert sum(map(len, got.plan())) > sum(map(len, wanted.plan()))
+    for record, other in zip(got.steps(), wanted.steps(), strict=True):
+        assert record == pytest.approx(other, rel=1e-5)
+    assert parts.w.item() == pytest.approx(whole.w.item(), rel=1e-5)
