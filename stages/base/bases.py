@@ -1,5 +1,6 @@
 """Which whole model lies below a folder of adapters; stages/models/adapters.py has the rest."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from stages.base.errors import InputError
@@ -23,3 +24,9 @@ def base_of(folder: Path) -> Path:
             " from the folder of dvc.yaml (`dvc checkout` brings it back)"
         )
     return Path(base)
+
+
+def with_bases(inputs: Iterable[Path]) -> list[Path]:
+    """Sorted inputs of a stage, and the bases of those that are folders of adapters."""
+    given = list(inputs)
+    return sorted({*given, *map(base_of, given)})

@@ -9,7 +9,7 @@ from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassificatio
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stages.base.bases import base_of
+from stages.base.bases import base_of, with_bases
 from stages.base.errors import BadKnob, InputError
 from stages.base.knobs import Lora
 from stages.models.adapters import (
@@ -94,6 +94,8 @@ def test_adapters_come_back_from_their_folder_bit_for_bit(workspace):
     assert torch.equal(logits(loaded), logits(policy))
     assert not any(weight.requires_grad for weight in loaded.parameters())
     assert base_of(Path("models/policy/1")) == Path("models/sft")
+    inputs = [Path("models/policy/1"), Path("task")]
+    assert with_bases(inputs) == [Path("models/policy/1"), Path("models/sft"), Path("task")]
 
 
 def test_peft_and_transformers_load_the_folder_with_the_same_logits(workspace):
