@@ -25,6 +25,7 @@ from stages.base.scratch import work_of
 from stages.base.tables import PAIRS, random_access
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.train_rm import Knobs
+from stages.models.adapters import make_trainable
 from stages.models.checkpoints import new_scorer, save_model
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
@@ -58,6 +59,7 @@ def train_rm(
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         seed_everything(knobs.seed, "train_rm", "head")
         scorer = new_scorer(sft, knobs.attention, accelerator.device, trust)
+        make_trainable(scorer, sft, knobs.rm.lora, "rm.lora")
         tokenizer = load_tokenizer(sft, trust)
         if knobs.gradient_checkpointing:
             recompute_layers(scorer)
@@ -81,7 +83,7 @@ def train_rm(
 
 def train(accelerator, scorer, rows, knobs: Knobs, log: Callable, saver=None) -> list[dict]:
     """All epochs; returns one row of figures per optimizer step, each logged as it comes."""
-    knobs_of_rm = knobs.rm.model_dump(exclude={"centering"})
+    knobs_of_rm = knobs.rm.model_dump(exclude={"centering", "lora"})
     recipe = Recipe(
         stage="train_rm",
         seed=knobs.seed,

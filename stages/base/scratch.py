@@ -56,7 +56,7 @@ class Work:
     """
 
     def __init__(self, stage: str, inputs: Iterable[Path], facts: Mapping, rows: object = None):
-        self.stage, self.inputs, self._rows = stage, sorted(inputs), rows
+        self.stage, self.inputs, self._rows = stage, with_bases(inputs), rows
         self._facts = json.dumps(
             {"stage": stage, "facts": facts, "code": _code_loaded()}, sort_keys=True
         )
