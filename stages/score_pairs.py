@@ -56,7 +56,9 @@ def score_pairs(
     ):
         sums = {"pairs": 0, "chosen": 0.0, "rejected": 0.0, "right": 0}
         with accelerator.autocast():
-            rows = scored(model, pairs, knobs, name, sums)
+            rows = scored(
+                model, pairs, knobs.score_batch_size, name, sums, knobs.forward_max_tokens
+            )
             provenance = {"stage": "score_pairs", "reference": str(reference)}
             write_table(out, SCORED_PAIRS, rows, provenance)
         found |= {
@@ -69,9 +71,13 @@ def score_pairs(
     say(found)
 
 
-def scored(model, path: Path, knobs: Knobs, name: str, sums: dict) -> Iterator[dict]:
-    """The pairs of a table with the reference's log-probs of each token; counted in `sums`."""
-    batch_size = knobs.score_batch_size
+def scored(
+    model, path: Path, batch_size: int, name: str, sums: dict, limit: int | None = None
+) -> Iterator[dict]:
+    """The pairs of a table with the reference's log-probs of each token; counted in `sums`.
+
+    `limit` is the most tokens of a pass, padding included; None: no limit.
+    """
     with open_table(path, PAIRS) as file:
         total = math.ceil(file.metadata.num_rows / batch_size)
     measure = partial(reference_log_probs, model, temperature=1.0)
@@ -83,7 +89,7 @@ def scored(model, path: Path, knobs: Knobs, name: str, sums: dict) -> Iterator[d
                 {"prompt_ids": row["prompt_ids"], "completion_ids": row[f"{side}_ids"]}
                 for row in rows
             ]
-            found = by_parts(measure, answers, knobs.forward_max_tokens)
+            found = by_parts(measure, answers, limit)
             for row, log_probs in zip(rows, found, strict=True):
                 row[f"log_probs_ref_{side}"] = log_probs
         for row in rows:
