@@ -173,7 +173,7 @@ def worse(root: Path) -> str:
 def speed(root: Path) -> str:
     """How much faster than TRL, work by work, in float32."""
     found = load(root, "docs/benchmarks.json")["rows"]
-    works = ("SFT", "reward model", "rollout", "optimize")
+    works = ("SFT", "reward model", "DPO", "rollout", "optimize")
     rows = []
     for work in works:
         cells = [

@@ -146,6 +146,14 @@ def orpo(pairs: PairLogProbs, knobs: LossKnobs) -> Tensor:
     return -x - knobs.beta * logsigmoid(odds)
 
 
+def sft(pairs: PairLogProbs, knobs: LossKnobs) -> Tensor:
+    """(B pairs) -> (B,): -c/nc, fine-tuning on the chosen answer: the control beside the others.
+
+    What a loss over pairs gives beyond it comes of the rejected answers. No reference.
+    """
+    return negative_log_likelihood(pairs)
+
+
 def _log1mexp(x: Tensor) -> Tensor:
     """log(1 - exp(x)) for x <= 0; a probability of 1 counts as the next smaller one."""
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
@@ -183,6 +191,7 @@ LOSSES = {
     "apo_down": PairLoss(apo_down),
     "simpo": PairLoss(simpo, reference=False, means=True, reads=("gamma",)),
     "orpo": PairLoss(orpo, reference=False, means=True),
+    "sft": PairLoss(sft, reference=False, means=True),
 }
 
 

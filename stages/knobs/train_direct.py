@@ -37,9 +37,13 @@ class Direct(Training):
             )
         if self.beta == 0 and self.loss in ("ipo", "ipo_sum"):
             raise ValueError(f"direct.beta: found 0, but loss {self.loss} divides by it")
-        if self.beta == 0 and self.loss != "orpo" and not self.nll_weight:
+        if self.beta == 0 and self.loss not in ("orpo", "sft") and not self.nll_weight:
             raise ValueError(
                 f"direct.beta: found 0, which gives loss {self.loss} no gradient; expected above 0"
+            )
+        if self.loss == "sft" and self.nll_weight:
+            raise ValueError(
+                f"direct.nll_weight: found {self.nll_weight}, but loss sft is that term; expected 0"
             )
         for name in ("label_smoothing", "margin_weight", "dpop_weight", "gamma"):
             if getattr(self, name) and name not in LOSSES[self.loss].reads:

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 BASE = Path("base")
@@ -115,6 +116,33 @@ def reward(args) -> dict:
 
     path = "pairs.parquet"
     found = supervised(train_rm, new_scorer, path, PAIRS, args.steps, pairs, knobs, knobs.rm)
+    return {"pairs_s": found.pop("rate")} | found
+
+
+def direct(args) -> dict:
+    """DPO on the first `pairs` pairs; their reference is run before, in the same process."""
+    from stages import train_direct
+    from stages.base import params
+    from stages.base.tables import SCORED_PAIRS, write_table
+    from stages.knobs.train_direct import Knobs
+    from stages.models.checkpoints import load_policy
+    from stages.score_pairs import scored
+
+    knobs, path = params.load(Knobs), "scored.parquet"
+    accelerator, device = started(knobs)
+    reference = load_policy(BASE, knobs.attention, device)
+    sums = {"pairs": 0, "chosen": 0.0, "rejected": 0.0, "right": 0}
+    with accelerator.autocast():
+        size = knobs.direct.train_batch_size
+        found = scored(reference, Path("pairs.parquet"), size, "reference", sums)
+        write_table(Path(path), SCORED_PAIRS, islice(found, args.pairs), {})
+    del reference
+
+    def pairs(_, numbers):
+        return len(numbers)
+
+    sizes = (args.steps, pairs, knobs, knobs.direct)
+    found = supervised(train_direct, load_policy, path, SCORED_PAIRS, *sizes)
     return {"pairs_s": found.pop("rate")} | found
 
 
@@ -313,7 +341,8 @@ def matmul(args) -> dict:
 
 
 WORKS = {
-    work.__name__: work for work in (sft, reward, grpo, memory, files, tokenize, plain_map, matmul)
+    work.__name__: work
+    for work in (sft, reward, direct, grpo, memory, files, tokenize, plain_map, matmul)
 }
 
 
@@ -322,7 +351,7 @@ def main() -> None:
     parser.add_argument("work", choices=WORKS)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--data")
-    for name in ("steps", "prompts", "rounds"):
+    for name in ("steps", "prompts", "rounds", "pairs"):
         parser.add_argument(f"--{name}", type=int, default=4)
     parser.add_argument("--every-token", action="store_true")
     parser.add_argument("--bf16", action="store_true")

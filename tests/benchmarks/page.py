@@ -8,6 +8,7 @@ EMPTY = {"machine": {}, "rows": [], "idle": None, "growth": {}}
 GOALS = {
     ("SFT", "TRL"): {"tiny": (1.2, 2), "smollm2": (2.5, 4)},
     ("reward model", "TRL"): {"tiny": (1.2, 2), "smollm2": (2.5, 4)},
+    ("DPO", "TRL"): {"tiny": (2.5, 3.5), "smollm2": (2.5, 3.5)},
     ("rollout", "TRL"): {"tiny": (2, 4), "smollm2": (1.5, 3)},
     ("rollout", "plain loop"): {"tiny": (4, 4), "smollm2": (4, 4)},
     ("optimize", "TRL"): {"tiny": (1.2, 2), "smollm2": (2.5, 4)},
@@ -29,9 +30,10 @@ Made by `make bench`, how cost grows by `make growth` (tests/benchmarks);
 [performance.md](performance.md) says what was tried. Both
 sides have the same model, rows and machine and run in turn, A B A B, each in a process of its own;
 a figure is the median of warm steps. Every token trained, the plain loop and the four rounds run
-once, not twice. SFT and reward model take 16 rows or pairs a step; a round is 16 prompts with 8
-completions each for the tiny model, 6 with 8 for SmolLM2 (24 with 8 in the four rounds through
-files), of up to 12 tokens, in micro-batches of 16. SFT learns the answers alone, as the pipeline
+once, not twice. SFT, reward model and DPO take 16 rows or pairs a step, DPO with the reference run
+before, on both sides; a round is 16 prompts with 8 completions each for the tiny model, 6 with 8
+for SmolLM2 (24 with 8 in the four rounds through files), of up to 12 tokens, in micro-batches of
+16. SFT learns the answers alone, as the pipeline
 does; TRL learns every token of a row, and "every token trained" is this project doing so too.
 Ratios are this project over the peer, more being better; for four rounds the ratio is the loop's
 time over that of the stages' processes. MB is the peak of the largest process.

@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.peers sft --model WORK/tiny/base --data WORK/sft.jsonl --steps 40
 
-`sft`, `reward` and `grpo` are TRL's trainers as they come, on the rows, the batch and the learning
-rate that this project takes; nothing is logged elsewhere or saved. `loop` is what one writes
-without a library: a prompt at a time through `generate`, then one pass for the log-probs. Figures
-are medians of the second half of the steps: the first ones touch memory for the first time.
+`sft`, `reward`, `direct` and `grpo` are TRL's trainers as they come, on the rows, the batch and the
+learning rate that this project takes; nothing is logged elsewhere or saved. `loop` is what one
+writes without a library: a prompt at a time through `generate`, then one pass for the log-probs.
+Figures are medians of the second half of the steps: the first ones touch memory for the first time.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def rows(args):
 
 
 def settings(args) -> dict:
-    """What the three trainers are told alike."""
+    """What the trainers are told alike."""
     return {
         "output_dir": tempfile.mkdtemp(),
         "max_steps": args.steps,
@@ -92,6 +92,16 @@ def reward(args) -> dict:
         train_dataset=rows(args),
         processing_class=AutoTokenizer.from_pretrained(args.model),
     )
+    return {"pairs_s": args.batch / warm(step_seconds(trainer))}
+
+
+def direct(args) -> dict:
+    """DPO; the reference runs over all pairs before the first step."""
+    from trl import DPOConfig, DPOTrainer
+
+    config = DPOConfig(max_length=512, precompute_ref_log_probs=True, **settings(args))
+    pairs = rows(args).select(range(args.pairs))
+    trainer = DPOTrainer(model=str(args.model), args=config, train_dataset=pairs)
     return {"pairs_s": args.batch / warm(step_seconds(trainer))}
 
 
@@ -169,7 +179,7 @@ def loop(args) -> dict:
     return {"rollout_tokens_s": tokens / (time.perf_counter() - start)}
 
 
-WORKS = {work.__name__: work for work in (sft, reward, grpo, loop)}
+WORKS = {work.__name__: work for work in (sft, reward, direct, grpo, loop)}
 
 
 def main() -> None:
@@ -177,7 +187,7 @@ def main() -> None:
     parser.add_argument("work", choices=WORKS)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
-    sizes = {"batch": 16, "steps": 4, "prompts": 16, "samples": 8, "max-new": 12}
+    sizes = {"batch": 16, "steps": 4, "prompts": 16, "samples": 8, "max-new": 12, "pairs": 128}
     for name, size in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--bf16", action="store_true", help="under bf16 autocast")

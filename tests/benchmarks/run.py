@@ -33,9 +33,11 @@ ROUND = {"tiny": (16, 8), "smollm2": (6, 8)}
 # and of the four rounds through files, whose processes and files cost the same whatever their size.
 FILED = (24, 8)
 STEPS = {
-    "tiny": {"sft": 40, "reward": 20, "grpo": 6},
-    "smollm2": {"sft": 3, "reward": 3, "grpo": 2},
+    "tiny": {"sft": 40, "reward": 20, "direct": 20, "grpo": 6},
+    "smollm2": {"sft": 3, "reward": 3, "direct": 3, "grpo": 2},
 }
+# of which the reference is run before the first step, in either side's process
+PAIRS = {"tiny": 512, "smollm2": 64}
 # Rows of real length: an optimizer step is of 16 rows still, or of 2 prompts with 8 completions,
 # but passes are cut by tokens.
 LONG_ROUND = (2, 8)
@@ -139,6 +141,15 @@ def reward(bench: Bench, model: str) -> list[dict]:
     return [row("reward model", model, "pairs/s", "pairs_s", ours, peer, "TRL")]
 
 
+def direct(bench: Bench, model: str) -> list[dict]:
+    steps = ("--steps", STEPS[model]["direct"], "--pairs", PAIRS[model])
+    ours, peer = alternate(
+        lambda: bench.ours(model, "direct", *steps),
+        lambda: bench.peer(model, "direct", "preferences", *steps),
+    )
+    return [row("DPO", model, "pairs/s", "pairs_s", ours, peer, "TRL")]
+
+
 def grpo(bench: Bench, model: str) -> list[dict]:
     prompts, samples = bench.round(model)
     steps = bench.steps(model, "grpo")
@@ -190,7 +201,7 @@ def rounds(bench: Bench, model: str) -> list[dict]:
     return [row("four rounds through files", model, *kind, through, inside, "in memory")]
 
 
-COMPARED = {run.__name__: run for run in (sft, reward, grpo, tokenize, rounds)}
+COMPARED = {run.__name__: run for run in (sft, reward, direct, grpo, tokenize, rounds)}
 
 
 def idle(bench: Bench, numbers=(6,)) -> list[dict]:

@@ -71,7 +71,7 @@ def summed(inputs: dict, side: str, dtype) -> tuple:
 @pytest.mark.skipif(not VECTORS.is_file(), reason="no vectors beside the checkout")
 def test_every_case_whose_convention_is_ours_is_there():
     assert len(cases()) >= 35
-    assert {loss for case in cases() for loss in [case.values[1]]} == set(LOSSES)
+    assert {loss for case in cases() for loss in [case.values[1]]} == set(LOSSES) - {"sft"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
@@ -131,6 +131,23 @@ def test_dpop_takes_off_what_the_chosen_answer_lost():
     assert found.item() == pytest.approx(math.log(1 + math.exp(1)), abs=1e-12)
     rose = LOSSES["dpo"].per_pair(one_pair(-1.0, -6.0), knobs)
     assert rose.item() == pytest.approx(math.log(1 + math.exp(-2)), abs=1e-12)
+
+
+def test_sft_is_the_mean_log_prob_of_the_chosen_answer_alone():
+    pairs = one_pair(-3.0, -6.0, nc=4)
+    assert LOSSES["sft"].per_pair(pairs, KNOBS).item() == 0.75
+    assert LOSSES["sft"].per_pair(one_pair(-3.0, -1.0, nc=4), KNOBS).item() == 0.75
+
+
+def test_on_pairs_kto_with_its_reference_point_at_0_is_apo_zero():
+    """KTO (Ethayarajh et al. 2024, eq. 8) has one row a side: 1 - sigmoid(beta (l - K)), and the
+    rejected one 1 - sigmoid(beta (K - l)).
+    """
+    pairs, knobs = one_pair(-3.0, -4.0), KNOBS
+    lc, lr = -3.0 - -2.0, -4.0 - -3.0
+    rows = [1 - 1 / (1 + math.exp(-0.5 * lc)), 1 - 1 / (1 + math.exp(0.5 * lr))]
+    found = LOSSES["apo_zero"].per_pair(pairs, knobs).item()
+    assert found == pytest.approx(sum(rows) - 1, abs=1e-12)
 
 
 @pytest.mark.parametrize("x", [-1e-9, -1e-4, -0.69, -0.7, -30.0, 0.0])

@@ -103,6 +103,18 @@ def test_the_headline_goes_from_the_sft_policy_to_the_last_round():
     assert "KL to reference 0.16 → 0.36 round 1 → 3" in text
 
 
+@pytest.mark.parametrize(("after", "said"), [(-12.0, "fell by 11"), (-0.5, None), (-1.0, None)])
+def test_a_chosen_answer_that_became_less_likely_is_said_in_words(after, said):
+    """Its margin looks right all the same: the rejected answers fell further."""
+    row = {name: 0.5 for name in ("accuracy_sampled", "accuracy_greedy", "pairs_kl_ref")}
+    for name, before in (("chosen_log_prob", -1.0), ("rejected_log_prob", -2.0), ("accuracy", 0.0)):
+        row |= {f"pairs_{name}_before": before, f"pairs_{name}": 1.0}
+    row |= {"branch": "dpo", "start": "models/sft", "pairs_rejected_log_prob": -30.0}
+    text = page(replace(run_of(CHAIN), branches=[row | {"pairs_chosen_log_prob": after}]))
+    assert text.count("fell by") == (said is not None)
+    assert said is None or said in text
+
+
 def test_what_was_not_measured_has_no_chart_and_no_place_in_the_headline():
     run = run_of(CHAIN, known=False)
     text = page(run)

@@ -193,6 +193,10 @@ def test_accumulation_gives_the_update_of_one_large_batch(project):
             "direct.label_smoothing: found",
         ),
         ({"direct__label_smoothing": 0.5}, "direct.label_smoothing"),
+        (
+            {"direct__loss": "sft", "direct__nll_weight": 1.0},
+            "direct.nll_weight: found 1.0, but loss sft is that term",
+        ),
         ({"branches": {"1": "models/sft"}}, "key '1' is no name of a branch"),
         ({"branches": {1: "models/sft"}}, "key 1 is no name of a branch"),
         ({"branches": {"dpo": "models/rm"}}, "branch 'dpo' starts from 'models/rm'"),
