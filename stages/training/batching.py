@@ -54,12 +54,16 @@ def plan_groups(
 def cut(
     batch: Sequence[int], lengths: Sequence[int], limit: int | None, sides: int = 1
 ) -> list[list[int]]:
-    """A micro-batch of row numbers -> micro-batches of at most `limit` padded tokens, in its order.
+    """A micro-batch of row numbers -> micro-batches of at most `limit` padded tokens.
 
-    `sides` rows are read for each number: 2 of a pair. A row above the limit goes alone.
+    `sides` rows are read for each number: 2 of a pair. A row above the limit goes alone. One that
+    is within the limit stays as it is; of others rows of like length go together.
     """
-    parts = within(([lengths[row]] * sides for row in batch), limit)
-    return [[batch[place] for place in part] for part in parts]
+    if limit is None or sides * len(batch) * max(lengths[row] for row in batch) <= limit:
+        return [list(batch)]
+    order = sorted(batch, key=lambda row: lengths[row])
+    parts = within(([lengths[row]] * sides for row in order), limit)
+    return [[order[place] for place in part] for part in parts]
 
 
 def in_order(

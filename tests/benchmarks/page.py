@@ -42,7 +42,7 @@ time over that of the stages' processes. MB is the peak of the largest process.
 
 LONG = """Word problems with worked solutions (reasoning-gym's gsm_symbolic, as long as GSM8K's) and
 SmolLM2. A step is of 16 rows or pairs, a round of 2 prompts with 8 completions each of up to 256
-tokens. `train_max_tokens` is 1,024 here, so that a pass holds about five rows and the gradient is
+tokens. `train_max_tokens` is 2,048 here, so that a pass holds about eight rows and the gradient is
 that of the whole step; TRL has its 16 rows in one pass.
 """
 

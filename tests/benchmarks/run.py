@@ -42,7 +42,7 @@ PAIRS = {"tiny": 512, "smollm2": 64}
 # but passes are cut by tokens.
 LONG_ROUND = (2, 8)
 LONG_STEPS = {"sft": 3, "reward": 3, "grpo": 3}
-LONG = {"max_new_tokens": 256, "train_max_tokens": 1024, "forward_max_tokens": 8192}
+LONG = {"max_new_tokens": 256, "train_max_tokens": 2048, "forward_max_tokens": 8192}
 TURNS = 2
 
 
