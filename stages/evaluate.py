@@ -10,6 +10,7 @@ Every policy is asked with the same random draws: what differs between two round
 
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -17,7 +18,9 @@ import click
 from stages.base import params
 from stages.base.chunks import chunks
 from stages.base.command import Stage, paths, progress, say
+from stages.base.kept import Kept
 from stages.base.metrics import Means, write_json
+from stages.base.scratch import work_of
 from stages.base.tables import EVALUATIONS, write_table
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.evaluate import Knobs
@@ -42,15 +45,22 @@ def evaluate(policy: Path, task: Path, source: Path, out: Path, figures: Path) -
     model = load_policy(policy, knobs.attention, accelerator.device, trust)
     limit = context_limit(model, knobs.max_new_tokens)
     prompts, intake = load_prompts(knobs.evaluate, task, tokenizer, limit, knobs.seed)
+    name, inputs = f"evaluate-{policy.name}", [policy, task, source]
+    kept = Kept(work_of(name, inputs, knobs, accelerator.device, prompts))
     greedy, sampled = Means(), Means()
 
-    def rows():
-        with accelerator.autocast():
-            for row in answer_rows(model, tokenizer, verify, prompts, knobs):
+    def rest(done: int, _) -> Iterator[tuple[list[dict], dict]]:
+        for rows in answer_rows(model, tokenizer, verify, prompts, knobs, done):
+            yield rows, {}
+
+    def rows() -> Iterator[dict]:
+        for batch, _ in kept.rows("answers", EVALUATIONS, rest):
+            for row in batch:
                 (greedy if row["greedy"] else sampled).add(**checked(row))
                 yield row
 
-    write_table(out, EVALUATIONS, rows(), {"stage": "evaluate", "policy": str(policy)})
+    with kept.watching(), accelerator.autocast():
+        write_table(out, EVALUATIONS, rows(), {"stage": "evaluate", "policy": str(policy)})
     found = {
         "accuracy_sampled": sampled.of("accuracy"),
         "accuracy_greedy": greedy.of("accuracy"),
@@ -60,11 +70,12 @@ def evaluate(policy: Path, task: Path, source: Path, out: Path, figures: Path) -
         "prompts": intake.figures(),
     }
     write_json(figures, found)
+    kept.done()
     say(found, policy=policy)
 
 
-def answer_rows(model, tokenizer, verify, prompts, knobs: Knobs):
-    """One greedy row, then the sampled ones, of each prompt."""
+def answer_rows(model, tokenizer, verify, prompts, knobs: Knobs, done: int) -> Iterator[list[dict]]:
+    """One greedy row, then the sampled ones, of each prompt; batches after the first `done`."""
     chosen = knobs.evaluate
     stops = stop_ids(model)
     limits = (knobs.max_new_tokens, stops, knobs.forward_max_tokens)
@@ -72,18 +83,20 @@ def answer_rows(model, tokenizer, verify, prompts, knobs: Knobs):
     rules = Rules(verify, None, knobs.max_new_tokens, 0)
     at_once = groups_at_once(chosen.batch_size, chosen.samples)
     shape, means = (chosen.samples, knobs.max_new_tokens), Means()
-    parts = chunks(range(len(prompts)), at_once)
-    bar = progress(parts, "evaluate", math.ceil(len(prompts) / at_once))
+    parts = chunks(range(done * at_once, len(prompts)), at_once)
+    bar = progress(parts, "evaluate", math.ceil(len(prompts) / at_once), done)
     for numbers in bar:
         asked = [prompts[i] for i in numbers]
         greedy = sample_groups(model, asked, None, sampling)
         draws = draws_of(knobs.seed, "evaluate", 0, numbers, shape)
         sampled = sample_groups(model, asked, draws, sampling)
+        rows = []
         for prompt, first, others in zip(asked, greedy, sampled, strict=True):
             for number, completion in enumerate([*first, *others]):
                 row = answer_row(tokenizer, rules, knobs.verifier, prompt, number, completion)
                 means.add(accuracy=row["correct"])
-                yield row
+                rows.append(row)
+        yield rows
         answers = [completion for group in [*greedy, *sampled] for completion in group]
         bar.tell(sum(len(completion.ids) for completion in answers), **means.known())
 

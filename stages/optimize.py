@@ -28,6 +28,7 @@ from stages.base.contents import (
 from stages.base.errors import InputError
 from stages.base.metrics import Means, write_json
 from stages.base.positions import positions_of
+from stages.base.scratch import work_of
 from stages.base.tables import BUFFERS, UPDATES, Rows, random_access, write_table
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.optimize import Knobs
@@ -37,12 +38,13 @@ from stages.models.compute import vocabulary_of
 from stages.models.recompute import recompute_layers
 from stages.models.trainer_state import TrainerState, load_optimizer, load_trainer, save_policy
 from stages.rl.advantages import has_spread, rows_of_groups
+from stages.rl.correction import correction_figures
 from stages.rl.epochs import Learner, Round, StepRecord
 from stages.rl.kl import FITTING
 from stages.rl.objectives import OBJECTIVES, Clip
 from stages.rl.stats import CompletionStats, explained_variance, token_mean
 from stages.rl.targets import Settings, Targets, make_targets
-from stages.training.saving import Saver, parts_of, restore, tensors_of, work_of
+from stages.training.saving import Saver, parts_of, restore, tensors_of
 from stages.training.steps import adamw, check_weights
 from stages.training.tracking import tracking
 
@@ -273,7 +275,16 @@ def round_figures(
         "value_loss": means.of("value_loss"),
         "explained_variance": explained(targets),
         "skipped": sum(step["skipped"] for step in steps),
+        **sampler_figures(targets, settings),
     }
+
+
+def sampler_figures(targets: Targets, settings: Settings) -> dict[str, float]:
+    """How far another engine's sampling was from the policy; none for our own."""
+    if targets.gaps is None:
+        return {}
+    how = (settings.sampler_correction, settings.sampler_correction_cap)
+    return correction_figures(targets.gaps, targets.used, *how)
 
 
 def explained(targets: Targets) -> float | None:

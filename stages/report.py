@@ -141,6 +141,7 @@ def details(stages: dict[str, dict]) -> dict:
         | {f"{name}_rollout": sampled[name] for name in ("length", "finished")}
         | {"reward_model": scored["reward_model"]}
         | {name: updated[name] for name in ("advantage_std", "groups_without_spread")}
+        | {name: value for name, value in updated.items() if name.startswith("sampler_ratio")}
     )
 
 

@@ -11,6 +11,7 @@ resample text.
 
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -18,7 +19,9 @@ import click
 from stages.base import params
 from stages.base.command import Bar, Stage, paths, progress, say
 from stages.base.errors import InputError
+from stages.base.kept import Kept
 from stages.base.metrics import Means, write_json
+from stages.base.scratch import work_of
 from stages.base.tables import ROLLOUTS, write_table
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.rollout import Knobs
@@ -50,12 +53,18 @@ def rollout(
     limit = min(knobs.prompts.max_length, context_limit(model, knobs.max_new_tokens))
     prompts, intake = load_prompts(knobs.prompts, task, tokenizer, limit, knobs.seed)
     engine = make_engine(model, tokenizer, rules, knobs)
-    start = load_trainer(policy).prompt_cursor
+    name, inputs = f"rollout-{round_number}", [policy, task, source]
+    kept = Kept(work_of(name, inputs, knobs, accelerator.device, prompts))
     tally = Tally()
-    with accelerator.autocast():
-        rows = engine.rows(
-            prompts, round_number, start, knobs.prompts_per_step, knobs.dynamic_sampling
-        )
+
+    def rest(_, last: dict | None) -> Iterator[tuple[list[dict], dict]]:
+        start = Counts(**last) if last else Counts(cursor=load_trainer(policy).prompt_cursor)
+        wanted, tries = knobs.prompts_per_step, knobs.dynamic_sampling
+        for rows in engine.batches(prompts, round_number, start, wanted, tries):
+            yield rows, asdict(engine.counts)
+
+    with kept.watching(), accelerator.autocast():
+        rows = (row for rows, _ in kept.rows("rows", ROLLOUTS, rest) for row in rows)
         total = knobs.prompts_per_step * knobs.num_rollouts
         rows = tally.watch(progress(rows, f"rollout {round_number}", total))
         provenance = {"stage": "rollout", "round": round_number, "policy": str(policy)}
@@ -78,6 +87,7 @@ def rollout(
         "prompts": intake.figures(),
     }
     write_json(figures, found)
+    kept.done()
     say(found, round=round_number)
 
 

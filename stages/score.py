@@ -11,11 +11,13 @@ KL shaping, clip.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import click
+import pyarrow as pa
 from accelerate import Accelerator
 
 from stages.base import params
@@ -27,8 +29,10 @@ from stages.base.contents import (
     check_provenance,
     check_vocabulary,
 )
+from stages.base.kept import Kept
 from stages.base.metrics import Means, write_json
 from stages.base.positions import positions_of
+from stages.base.scratch import work_of
 from stages.base.tables import (
     BUFFERS,
     ROLLOUTS,
@@ -54,14 +58,18 @@ def score(
     largest = check_contents(rollouts, ROLLOUTS)
     provenance = check_provenance(rollouts, "prompt_cursor")
     accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
-    models = Measurement(rollouts, largest, knobs, accelerator)
-    columns = models.columns(policy, reward_model, reference)
+    name, inputs = f"score-{rollouts.stem}", [rollouts, policy, reward_model, reference]
+    kept = Kept(work_of(name, inputs, knobs, accelerator.device))
+    models = Measurement(rollouts, largest, knobs, accelerator, kept)
+    with kept.watching():
+        columns = models.columns(policy, reward_model, reference)
     means = Means()
     rows = buffer_rows(rollouts, columns, knobs.rewards.model_dump(), means)
     count = write_table(out, BUFFERS, rows, provenance | {"stage": "score"})
     found = {"completions": count, "unscorable": count - means.counts.get("reward", 0)}
     found |= {name: means.of(name) for name in ("reward", "reward_model")}
     write_json(figures, found)
+    kept.done()
     say(found)
 
 
@@ -73,6 +81,7 @@ class Measurement:
     largest: Largest
     knobs: Knobs
     accelerator: Accelerator
+    kept: Kept
 
     def columns(self, policy: Path, reward_model: Path, reference: Path) -> dict[str, list | None]:
         """The buffer's columns that models measure, one entry a completion; None: not asked for.
@@ -105,19 +114,19 @@ class Measurement:
         trust = self.knobs.model.trust_remote_code
         model = load_scorer(folder, self.knobs.attention, self.accelerator.device, trust)
         self.check_fit(model, folder)
-        pairs = self._each_batch(
-            name, lambda rows: zip(*scores_and_values(model, rows), strict=True)
-        )
-        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        columns = ("reward_model", "values_old")
+        return self._each_batch(name, columns, lambda rows: scores_and_values(model, rows))
 
     def reference_log_probs(self, folder: Path) -> list[list[float]]:
         trust = self.knobs.model.trust_remote_code
         model = load_policy(folder, self.knobs.attention, self.accelerator.device, trust)
         self.check_fit(model, folder)
         temperature = self.knobs.temperature
-        return self._each_batch(
-            "reference", lambda rows: reference_log_probs(model, rows, temperature)
-        )
+
+        def measure(rows: list[dict]) -> tuple[list]:
+            return (reference_log_probs(model, rows, temperature),)
+
+        return self._each_batch("reference", ("log_probs_ref",), measure)[0]
 
     def zeros(self) -> list[list[float]]:
         """A value of 0 before each token, as a head of zeros gives it."""
@@ -126,17 +135,28 @@ class Measurement:
             lengths += batch["completion_ids"].value_lengths().to_pylist()
         return [[0.0] * length for length in lengths]
 
-    def _each_batch(self, name: str, measure: Callable[[list[dict]], Iterable]) -> list:
-        size, found = self.knobs.score_batch_size, []
+    def _each_batch(
+        self, name: str, columns: Sequence[str], measure: Callable[[list[dict]], Sequence[list]]
+    ) -> list[list]:
+        """Columns of the buffer whole, of what `measure(rows)` gives of each batch."""
+        size = self.knobs.score_batch_size
         with open_table(self.rollouts, ROLLOUTS) as file:
             total = math.ceil(file.metadata.num_rows / size)
-        with self.accelerator.autocast():
-            bar = progress(iterate_batches(self.rollouts, ROLLOUTS, size), name, total)
+
+        def rest(done: int, _) -> Iterator[tuple[list[dict], dict]]:
+            batches = islice(iterate_batches(self.rollouts, ROLLOUTS, size), done, None)
+            bar = progress(batches, name, total, done)
             for batch in bar:
-                found += by_parts(measure, batch.to_pylist(), self.knobs.forward_max_tokens)
+                found = by_parts(measure, batch.to_pylist(), self.knobs.forward_max_tokens)
+                measured = zip(*found, strict=True)
+                yield [dict(zip(columns, values, strict=True)) for values in measured], {}
                 lists = (batch["prompt_ids"], batch["completion_ids"])
                 bar.tell(sum(len(ids.flatten()) for ids in lists))
-        return found
+
+        schema = pa.schema([BUFFERS.field(column) for column in columns])
+        with self.accelerator.autocast():
+            rows = [row for batch, _ in self.kept.rows(name, schema, rest) for row in batch]
+        return [[row[column] for row in rows] for column in columns]
 
 
 def buffer_rows(rollouts: Path, columns: dict, weights: dict, means: Means) -> Iterator[dict]:

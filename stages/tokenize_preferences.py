@@ -16,13 +16,15 @@ import click
 
 from stages.base import params
 from stages.base.command import Stage, paths, say
+from stages.base.kept import Kept
 from stages.base.metrics import write_json
 from stages.base.positions import longest_row
+from stages.base.scratch import work_of
 from stages.base.tables import PAIRS, write_batches
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.tokenize_preferences import Knobs
 from stages.rows.canonical import PreferenceRow
-from stages.rows.inputs import Intake, open_source, tokenized
+from stages.rows.inputs import Intake, files_of_source, open_source, tokenized
 from stages.text.chat import encode_pairs
 from stages.text.messages import Dropped
 from stages.text.templates import tools_unseen
@@ -39,10 +41,14 @@ def tokenize_preferences(task: Path, base: Path, out: Path, figures: Path) -> No
     intake = Intake(name, "truncated", "masked_by_offsets")
     longest = longest_row(base, knobs.preferences.max_length, "preferences.max_length", trust)
     encoding = partial(encode, tokenizer, longest)
-    encoded = tokenized(rows, encoding, PAIRS, intake)
+    files = files_of_source(knobs.preferences, task)
+    kept = Kept(work_of("tokenize_preferences", [base, *files], knobs) if files else None)
+    encoded = tokenized(rows, encoding, PAIRS, intake, kept)
     provenance = {"stage": "tokenize_preferences", "source": name, "tokenizer": str(base)}
-    write_batches(out, PAIRS, encoded, provenance)
+    with kept.watching():
+        write_batches(out, PAIRS, encoded, provenance)
     write_json(figures, intake.figures())
+    kept.done()
     say(intake.figures())
 
 

@@ -16,13 +16,15 @@ import click
 
 from stages.base import params
 from stages.base.command import Stage, paths, say
+from stages.base.kept import Kept
 from stages.base.metrics import write_json
 from stages.base.positions import longest_row
+from stages.base.scratch import work_of
 from stages.base.tables import IGNORED, SFT, write_batches
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.tokenize_sft import Knobs
 from stages.rows.canonical import SftRow
-from stages.rows.inputs import Intake, open_source, tokenized
+from stages.rows.inputs import Intake, files_of_source, open_source, tokenized
 from stages.text.chat import TrainOn, encode_conversations, encode_texts
 from stages.text.messages import Dropped
 from stages.text.templates import tools_unseen
@@ -43,10 +45,14 @@ def tokenize_sft(task: Path, base: Path, out: Path, figures: Path) -> None:
         base, knobs.sft.max_length, "sft.max_length", knobs.model.trust_remote_code
     )
     encoding = partial(encode, tokenizer, knobs.sft.train_on, longest)
-    encoded = tokenized(rows, encoding, SFT, intake)
+    files = files_of_source(knobs.sft, task)
+    kept = Kept(work_of("tokenize_sft", [base, *files], knobs) if files else None)
+    encoded = tokenized(rows, encoding, SFT, intake, kept)
     provenance = {"stage": "tokenize_sft", "source": name, "tokenizer": str(base)}
-    write_batches(out, SFT, encoded, provenance)
+    with kept.watching():
+        write_batches(out, SFT, encoded, provenance)
     write_json(figures, intake.figures())
+    kept.done()
     say(intake.figures())
 
 

@@ -21,6 +21,7 @@ from stages.base.contents import check_contents, check_positions, check_vocabula
 from stages.base.files import replacing
 from stages.base.metrics import write_json
 from stages.base.positions import positions_of
+from stages.base.scratch import work_of
 from stages.base.tables import SCORED_PAIRS, random_access
 from stages.base.tokenizers import load_tokenizer
 from stages.direct.losses import LOSSES, LossKnobs
@@ -31,7 +32,7 @@ from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
 from stages.models.recompute import recompute_layers
 from stages.training.batching import in_order, pair_lengths
-from stages.training.saving import Saver, work_of
+from stages.training.saving import Saver
 from stages.training.steps import check_weights
 from stages.training.supervised import Fit, Recipe
 from stages.training.tracking import tracking

@@ -21,6 +21,7 @@ from stages.base.files import replacing
 from stages.base.metrics import write_json
 from stages.base.positions import positions_of
 from stages.base.randomness import seed_everything
+from stages.base.scratch import work_of
 from stages.base.tables import PAIRS, random_access
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.train_rm import Knobs
@@ -38,7 +39,7 @@ from stages.training.bradley_terry import (
     preference_accuracy,
     tie_share,
 )
-from stages.training.saving import Saver, work_of
+from stages.training.saving import Saver
 from stages.training.steps import check_weights
 from stages.training.supervised import Fit, Recipe
 from stages.training.tracking import tracking

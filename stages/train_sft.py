@@ -19,6 +19,7 @@ from stages.base.contents import check_contents, check_positions, check_vocabula
 from stages.base.files import replacing
 from stages.base.metrics import write_json
 from stages.base.positions import positions_of
+from stages.base.scratch import work_of
 from stages.base.tables import SFT, random_access
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.train_sft import Knobs
@@ -26,7 +27,7 @@ from stages.models.checkpoints import load_policy, save_model
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
 from stages.models.recompute import recompute_layers
-from stages.training.saving import Saver, work_of
+from stages.training.saving import Saver
 from stages.training.sft import micro_batch_loss, predicted
 from stages.training.steps import check_weights
 from stages.training.supervised import Fit, Recipe

@@ -19,6 +19,7 @@ REGISTRIES = {("optimize.py", "rl"), ("train_direct.py", "direct")}
 DISK = {
     "base/clones.py",
     "base/files.py",
+    "base/kept.py",
     "base/metrics.py",
     "base/params.py",
     "base/positions.py",

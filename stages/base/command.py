@@ -6,7 +6,8 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -86,6 +87,28 @@ def stop_with(parent: int, word: signal.Signals) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, word)
         if os.getppid() != parent:
             raise SystemExit("the process that started this one has ended")
+
+
+@contextmanager
+def on_signals(act: Callable[[int], None]) -> Iterator[None]:
+    """Call `act` with the first SIGTERM or SIGINT that comes inside; a second one ends the stage.
+
+    `act` runs between two lines of whatever the stage is doing, and may raise there.
+    """
+    before = {}
+
+    def heard(number: int, frame) -> None:
+        for other, handler in before.items():
+            signal.signal(other, handler)
+        act(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before[number] = signal.signal(number, heard)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def say(figures: dict, **more: object) -> None:

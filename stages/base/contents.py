@@ -19,6 +19,7 @@ IDS = ("input_ids", "prompt_ids", "completion_ids", "chosen_ids", "rejected_ids"
 BESIDE = {
     "labels": "input_ids",
     "log_probs_old": "completion_ids",
+    "log_probs_sampler": "completion_ids",
     "log_probs_ref": "completion_ids",
     "values_old": "completion_ids",
     "log_probs_ref_chosen": "chosen_ids",

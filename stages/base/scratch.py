@@ -1,21 +1,27 @@
-"""Where the state of a stage under way is kept, so that a cut-off stage goes on from it.
+"""Where a stage under way keeps what it has done, so that a cut-off stage goes on from it.
 
-    <RLHF_SCRATCH>/<stage>-<start of its key>/step-<n>/{state.safetensors, state.json}
+    <RLHF_SCRATCH>/<stage>-<start of its key>/step-<n>/{state.safetensors, about.json}
+    <RLHF_SCRATCH>/<stage>-<start of its key>/<rows>-<n>/{rows.arrow, about.json}
 
 The folder belongs to one exact piece of work: the key is made of all that the stage reads. It is no
-output: neither DVC nor Git sees it. A state that is cut off, changed or another's is never used.
+output: neither DVC nor Git sees it. A part that is cut off, changed or another's is never used.
 """
 
 import hashlib
 import json
+import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import click
+import torch
+from pyarrow import ArrowException
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -25,7 +31,11 @@ from stages.base.files import remove, replacing
 
 KEPT = 2
 STALE_DAYS = 14
-SPARE = 1.1  # of a state's size must be free on the disk
+SPARE = 1.1  # of a part's size must be free on the disk
+ABOUT = "about.json"
+LIBRARIES = ("torch", "transformers", "tokenizers")
+OURS = re.compile(r".+-[0-9a-f]{20}")
+BROKEN = (OSError, ValueError, KeyError, TypeError, SafetensorError, ArrowException)
 
 
 @dataclass(frozen=True)
@@ -40,13 +50,13 @@ class State:
 class Work:
     """One exact piece of work, by name and by what it reads.
 
-    `facts` are plain values (knobs, versions, device). The code is read at once, the inputs when
-    the key is first asked for: a short stage never asks. Inputs that changed in between give no
-    key, and nothing is saved.
+    `facts` are plain values (knobs, versions, device), `rows` what was read from no file here. The
+    code is read at once, the rest when the key is first asked for: a short stage never asks. Inputs
+    that changed in between give no key, and nothing is saved.
     """
 
-    def __init__(self, stage: str, inputs: Iterable[Path], facts: Mapping):
-        self.stage, self.inputs = stage, sorted(inputs)
+    def __init__(self, stage: str, inputs: Iterable[Path], facts: Mapping, rows: object = None):
+        self.stage, self.inputs, self._rows = stage, sorted(inputs), rows
         self._facts = json.dumps(
             {"stage": stage, "facts": facts, "code": _code_loaded()}, sort_keys=True
         )
@@ -61,6 +71,7 @@ class Work:
         """SHA-256 of all that the stage reads; None where an input changed since it began."""
         if self._key is None:
             digest = hashlib.sha256(self._facts.encode())
+            digest.update(repr(self._rows).encode("utf-8", "surrogatepass"))
             for path in self.inputs:
                 for file in files_of(path):
                     digest.update(f"{path}\0{file.relative_to(path)}\0".encode())
@@ -69,8 +80,27 @@ class Work:
         return self._key
 
     def folder(self) -> Path | None:
-        """Where its states lie; nothing needs to be there."""
+        """Where its parts lie; nothing needs to be there."""
         return scratch_folder() / f"{self.stage}-{self.key[:20]}" if self.key else None
+
+    def found(self) -> Path | None:
+        """The folder, where one may be there: without any of its stage's the key is not asked."""
+        return self.folder() if any(scratch_folder().glob(f"{self.stage}-*")) else None
+
+
+def work_of(
+    stage: str, inputs: list[Path], knobs, device: torch.device | None = None, rows: object = None
+) -> Work:
+    """The piece of work of a stage: what it reads, its knobs, its libraries and its device."""
+    facts = {
+        "knobs": knobs.model_dump(mode="json"),
+        "libraries": {name: version(name) for name in LIBRARIES},
+    }
+    if device is not None:
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+        facts["device"] = [str(device), gpu, torch.backends.cpu.get_cpu_capability()]
+        facts["threads"] = torch.get_num_threads()
+    return Work(stage, inputs, facts, rows)
 
 
 def _code_loaded() -> dict[str, str]:
@@ -81,8 +111,10 @@ def _code_loaded() -> dict[str, str]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file, or every file of a folder, in order."""
-    return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    """The file, or every file of a folder, in order; not the byte code that Python adds."""
+    if not path.is_dir():
+        return [path]
+    return sorted(p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
 
 
 def digest_of(file: Path) -> bytes:
@@ -90,53 +122,99 @@ def digest_of(file: Path) -> bytes:
         return hashlib.file_digest(handle, "sha256").digest()
 
 
-def load_state(work: Work) -> State | None:
-    """The newest whole state of this very work; says so of one that is not whole."""
-    if not list(scratch_folder().glob(f"{work.stage}-*")) or not (folder := work.folder()):
-        return None
-    for path in _states(folder):
-        try:
-            about = json.loads((path / "state.json").read_text(encoding="utf-8"))
-            file = path / "state.safetensors"
-            if about["key"] != work.key or about["digest"] != digest_of(file).hex():
-                raise ValueError("it is not what was written")
-            return State(about["step"], load_file(file), about["values"])
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            click.echo(f"{path}: a saved state that cannot be used ({error}); passed over")
-    return None
+def write_part(
+    work: Work, name: str, size: int, write: Callable[[Path], None], values: dict
+) -> bool:
+    """Add a folder to the scratch: what `write` puts there, about `size` bytes, and plain values.
 
-
-def save_state(work: Work, state: State) -> None:
-    """Write a state beside the last one; a disk that takes it not costs the state, not the run."""
+    False where that was not possible, and said so: a full disk costs the scratch, not the run.
+    """
     folder = work.folder()
     if folder is None:
         click.echo(f"{work.stage}: an input changed while it ran; its state is not saved")
-        return
-    size = sum(tensor.nbytes for tensor in state.tensors.values())
+        return False
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
         if free < SPARE * size:
             click.echo(f"{folder}: {free:,} bytes are free, a state takes {size:,}; not saved")
-            return
-        path = folder / f"step-{state.step:09d}"
-        with replacing(path, folder=True) as temporary:
-            file = temporary / "state.safetensors"
-            save_file(state.tensors, file)
-            about = {"key": work.key, "step": state.step, "digest": digest_of(file).hex()}
-            text = json.dumps(about | {"values": state.values})
-            (temporary / "state.json").write_text(text, encoding="utf-8")
-        for old in _states(folder)[KEPT:]:
-            remove(old)
+            return False
+        with replacing(folder / name, folder=True) as temporary:
+            write(temporary)
+            about = {"key": work.key, "values": values}
+            about["digest"] = _digest_of_part(temporary, about)
+            (temporary / ABOUT).write_text(json.dumps(about), encoding="utf-8")
         _drop_stale(folder)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ArrowException) as error:
         click.echo(f"{folder}: the state is not saved ({error})")
+        return False
+    return True
 
 
-def drop_states(work: Work) -> None:
-    """Remove the states of a piece of work that is done."""
-    if list(scratch_folder().glob(f"{work.stage}-*")) and (folder := work.folder()):
-        remove(folder)
+def _digest_of_part(path: Path, about: dict) -> str:
+    """Of the files of a part, ABOUT aside, and of the values in it."""
+    digest = hashlib.sha256(json.dumps([about["key"], about["values"]]).encode())
+    for file in files_of(path):
+        if file.name != ABOUT:
+            digest.update(f"{file.name}\0".encode() + digest_of(file))
+    return digest.hexdigest()
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """Say so where what is read inside cannot be used, and go on behind the block."""
+    try:
+        yield
+    except BROKEN as error:
+        click.echo(f"{path}: a saved state that cannot be used ({error}); passed over")
+
+
+def read_part(work: Work, path: Path, read: Callable[[Path], object]) -> tuple | None:
+    """(what `read` makes of its folder, its values) of a whole part of this very work, or None."""
+    with _whole(path):
+        about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
+        if about["key"] != work.key or about["digest"] != _digest_of_part(path, about):
+            raise ValueError("it is not what was written")
+        return read(path), about["values"]
+    return None
+
+
+def load_state(work: Work) -> State | None:
+    """The newest whole state of this very work; says so of one that is not whole."""
+    folder = work.found()
+    for path in _states(folder) if folder else []:
+        if part := read_part(work, path, lambda p: load_file(p / "state.safetensors")):
+            tensors, values = part
+            return State(values.pop("step"), tensors, values)
+    return None
+
+
+def save_state(work: Work, state: State) -> None:
+    """Write a state beside the last one; older ones go."""
+    size = sum(tensor.nbytes for tensor in state.tensors.values())
+
+    def write(path: Path) -> None:
+        save_file(state.tensors, path / "state.safetensors")
+
+    values = state.values | {"step": state.step}
+    if write_part(work, f"step-{state.step:09d}", size, write, values):
+        for old in _states(work.folder())[KEPT:]:
+            clear(old)
+
+
+def drop(work: Work) -> None:
+    """Remove what is kept of a piece of work that is done."""
+    if folder := work.found():
+        clear(folder)
+
+
+def clear(path: Path) -> bool:
+    """Remove a folder of the scratch; says so where that cannot be done."""
+    try:
+        remove(path)
+    except OSError as error:
+        click.echo(f"{path}: not removed ({error})")
+    return not path.exists()
 
 
 def _states(folder: Path) -> list[Path]:
@@ -144,9 +222,19 @@ def _states(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), reverse=True)
 
 
+def works() -> list[tuple[Path, float]]:
+    """The folders of all pieces of work in the scratch, and the days since each was written to.
+
+    The scratch may be a folder with other things in it: only names as ours count.
+    """
+    if not (scratch := scratch_folder()).is_dir():
+        return []
+    folders = [p for p in scratch.iterdir() if OURS.fullmatch(p.name) and p.is_dir()]
+    return [(p, (time.time() - p.stat().st_mtime) / 86400) for p in sorted(folders)]
+
+
 def _drop_stale(kept: Path) -> None:
     """Remove the folders of other work that nothing was written to for two weeks."""
-    for folder in kept.parent.iterdir():
-        age = time.time() - folder.stat().st_mtime
-        if folder != kept and folder.is_dir() and age > STALE_DAYS * 86400:
-            remove(folder)
+    for folder, days in works():
+        if folder != kept and days > STALE_DAYS:
+            clear(folder)

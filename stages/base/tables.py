@@ -59,6 +59,7 @@ ROLLOUTS = _schema(
     },
     {
         "answer": pa.string(),
+        "log_probs_sampler": FLOATS,
         "reward_correctness": pa.float32(),
         "reward_format": pa.float32(),
         "reward_length": pa.float32(),
@@ -103,6 +104,12 @@ EVALUATIONS = _schema(
     },
     {"answer": pa.string(), "reward_correctness": pa.float32()},
 )
+
+
+def exact(schema: pa.Schema) -> pa.Schema:
+    """A schema with float64 for float32: what Python's numbers lose nothing in."""
+    wide = {pa.float32(): pa.float64(), FLOATS: _list(pa.float64())}
+    return pa.schema([field.with_type(wide.get(field.type, field.type)) for field in schema])
 
 
 def write_table(

@@ -87,6 +87,14 @@ class Knobs(Memory):
         "loss",
     )
     critic: Critic
+    sampler_correction: choice(
+        "Where vLLM sampled, weigh losses by old / sampler probability: of each token, of the whole"
+        " completion (sequence), or not.",
+        "token",
+        "sequence",
+        "none",
+    )
+    sampler_correction_cap: number("Largest weight of that correction.", ge=1)
 
     @model_validator(mode="after")
     def objective_fits(self) -> Self:

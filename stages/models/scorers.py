@@ -7,7 +7,7 @@ last real token, found from lengths and never from pad ids. A critic is the same
 every state.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -74,12 +74,12 @@ def scores_and_values(
 
 
 def by_parts(
-    measure: Callable[[Sequence[dict]], Iterable], rows: Sequence[dict], limit: int | None
-) -> list:
-    """(B rows) -> what `measure` gives for them, in passes of at most `limit` padded tokens."""
+    measure: Callable[[Sequence[dict]], Sequence[list]], rows: Sequence[dict], limit: int | None
+) -> list[list]:
+    """(B rows) -> the columns that `measure` gives, in passes of at most `limit` padded tokens."""
     lengths = ([len(row["prompt_ids"]) + len(row["completion_ids"])] for row in rows)
-    parts = within(lengths, limit)
-    return [entry for part in parts for entry in measure([rows[place] for place in part])]
+    found = [measure([rows[place] for place in part]) for part in within(lengths, limit)]
+    return [[value for part in column for value in part] for column in zip(*found, strict=True)]
 
 
 def _by_row(flat: list[float], lengths: list[int]) -> list[list[float]]:

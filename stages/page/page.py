@@ -147,6 +147,8 @@ BY_ROUND = {
         ("Entropy", "nats per token", "entropy", True),
         ("Groups all alike", "share", "groups_without_spread", True),
         ("Advantage", "standard deviation", "advantage_std", True),
+        ("Policy against sampler", "ratio", "sampler_ratio_mean sampler_ratio_max", False),
+        ("Sampler's ratios cut", "share of tokens", "sampler_ratio_cut", True),
     ),
 }
 BY_STEP = (

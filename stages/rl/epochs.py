@@ -158,6 +158,8 @@ class Round:
                 kl_ref = kl_penalty(log_probs, ref, mask, settings.kl_estimator)
                 if settings.kl_placement == "loss":
                     loss = loss + settings.beta * kl_ref
+            if self.targets.factors is not None:
+                loss = loss * stack([self.targets.factors[i] for i in batch], mask)
             seen = TokenFigures(log_probs, old, mask, clipped, entropy, kl_ref)
             self.stats.note(batch, seen)
             yield self._checked(_weighted_sum(loss, weight, mask), loss, batch)

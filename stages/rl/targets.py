@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stages.rl.advantages import shape_sequence_rewards, shape_token_rewards, whiten
+from stages.rl.correction import Correction, factors, gap_of
 from stages.rl.kl import kl_estimate
 from stages.rl.objectives import Clip, Objective
 
@@ -28,6 +29,8 @@ class Settings:
     lam: float
     beta: float
     kl_estimator: str
+    sampler_correction: Correction
+    sampler_correction_cap: float
     temperature: float
     max_new_tokens: int
     ppo_epochs: int
@@ -56,6 +59,8 @@ class Targets:
     used        (N,) False for unscorable completions, which count in no divisor
     groups      (N,) which prompt a completion answers
     lengths     (N,) tokens of each completion
+    gaps        (T,) each, log old - log sampler; None where our own sampler drew the rows
+    factors     (T,) each, what a token's loss is multiplied by for that; None: nothing
     """
 
     advantages: list[Tensor]
@@ -65,6 +70,8 @@ class Targets:
     used: Tensor
     groups: Tensor
     lengths: Tensor
+    gaps: list[Tensor] | None = None
+    factors: list[Tensor] | None = None
 
 
 def make_targets(rows: Iterable[dict], settings: Settings) -> Targets:
@@ -75,27 +82,32 @@ def make_targets(rows: Iterable[dict], settings: Settings) -> Targets:
     """
     beta = settings.beta if settings.kl_placement == "reward" else 0.0
     critic = settings.objective.critic
-    rewards, groups, kl, values = [], [], [], []
+    rewards, groups, kl, values, gaps = [], [], [], [], []
     for row in rows:
         rewards.append(torch.nan if row["reward"] is None else row["reward"])
         groups.append(row["group"])
         kl.append(_kl_of(row, beta, settings.kl_estimator))
         values.append(torch.tensor(row["values_old"]) if critic else None)
+        gaps.append(gap_of(row))
     rewards, groups = torch.tensor(rewards), torch.tensor(groups)  # (N,)
     lengths, used = torch.tensor([len(x) for x in kl]), ~rewards.isnan()
     mask = torch.arange(int(lengths.max())) < lengths[:, None]  # (N, T)
     shaped = shape_sequence_rewards(rewards, stack(kl, mask), mask, beta)
+    sampler = {}
+    if gaps[0] is not None:
+        how = (settings.sampler_correction, settings.sampler_correction_cap)
+        sampler = {"gaps": gaps, "factors": factors(gaps, *how)}
     if not critic:
         advantages = settings.objective.estimator(shaped, groups)[:, None]  # (N, 1)
         advantages = cut(advantages.expand(mask.shape), lengths)
-        return Targets(advantages, None, None, shaped, used, groups, lengths)
+        return Targets(advantages, None, None, shaped, used, groups, lengths, **sampler)
     scored = mask & used[:, None]
     token_rewards = shape_token_rewards(rewards, stack(kl, mask), scored, beta)
     advantages, returns = settings.objective.estimator(
         token_rewards, stack(values, mask), scored, settings.gamma, settings.lam
     )
     advantages, returns = cut(whiten(advantages, scored), lengths), cut(returns, lengths)
-    return Targets(advantages, returns, values, shaped, used, groups, lengths)
+    return Targets(advantages, returns, values, shaped, used, groups, lengths, **sampler)
 
 
 def _kl_of(row: dict, beta: float, estimator: str) -> Tensor:

@@ -46,11 +46,15 @@ class Counts:
         return self.kept + self.dropped
 
 
+Sampler = Callable[[Sequence[Prompt], int, Sequence[int]], list[list[Completion]]]
+
+
 @dataclass(frozen=True)
 class Engine:
     """A policy with all that a round of rollouts takes.
 
-    `rewards(prompt, completion text, ids)` gives the rule columns.
+    `rewards(prompt, completion text, ids)` gives the rule columns. `sampler(prompts, round,
+    positions)` takes the place of our own sampling; None: ours.
     """
 
     policy: PreTrainedModel
@@ -60,6 +64,7 @@ class Engine:
     batch_size: int
     rewards: Callable[[Prompt, str, Sequence[int]], dict]
     seed: int
+    sampler: Sampler | None = None
     counts: Counts = field(default_factory=Counts)
 
     def rows(
@@ -76,16 +81,31 @@ class Engine:
         drawn, at most `tries * wanted` in all (DAPO, Yu et al. 2025, sec. 3.2). `counts` holds what
         became of them in this round.
         """
+        start = Counts(cursor=cursor)
+        for batch in self.batches(prompts, round_number, start, wanted, tries):
+            yield from batch
+
+    def batches(
+        self,
+        prompts: Sequence[Prompt],
+        round_number: int,
+        start: Counts,
+        wanted: int,
+        tries: int,
+    ) -> Iterator[list[dict]]:
+        """`rows`, as lists of those that were sampled together, after what `start` counts.
+
+        `counts` holds what became of the groups up to the batch that was yielded last.
+        """
         counts, limit = self.counts, wanted * max(1, tries)
-        counts.kept, counts.dropped, counts.unscored, counts.cursor = 0, 0, 0, cursor
+        vars(counts).update(vars(start))
         at_once = groups_at_once(self.batch_size, self.num_rollouts)
         while counts.kept < wanted and counts.tried < limit:
             size = min(at_once, wanted - counts.kept, limit - counts.tried)
             positions = range(counts.cursor, counts.cursor + size)
             chosen = [prompts[prompt_at(p, len(prompts), self.seed)] for p in positions]
-            shape = (self.num_rollouts, self.sampling.max_new_tokens)
-            draws = draws_of(self.seed, "rollout", round_number, positions, shape)
-            groups = sample_groups(self.policy, chosen, draws, self.sampling)
+            groups = self._sample(chosen, round_number, positions)
+            rows = []
             for prompt, completions in zip(chosen, groups, strict=True):
                 group = self._rows_of_group(prompt, completions, round_number, counts.kept)
                 scores = {row["reward_correctness"] for row in group} - {None}
@@ -94,8 +114,19 @@ class Engine:
                     counts.unscored += not scores
                 else:
                     counts.kept += 1
-                    yield from group
+                    rows += group
             counts.cursor += size
+            yield rows
+
+    def _sample(
+        self, prompts: Sequence[Prompt], round_number: int, positions: Sequence[int]
+    ) -> list[list[Completion]]:
+        """(U prompts at U positions) -> U lists of G completions."""
+        if self.sampler is not None:
+            return self.sampler(prompts, round_number, positions)
+        shape = (self.num_rollouts, self.sampling.max_new_tokens)
+        draws = draws_of(self.seed, "rollout", round_number, positions, shape)
+        return sample_groups(self.policy, prompts, draws, self.sampling)
 
     def _rows_of_group(
         self, prompt: Prompt, completions, round_number: int, group: int
@@ -116,6 +147,7 @@ class Engine:
                     "completion_ids": completion.ids,
                     "finished": completion.finished,
                     "log_probs_old": completion.log_probs,
+                    "log_probs_sampler": completion.log_probs_sampler,
                     **self.rewards(prompt, text, completion.ids),
                 }
             )

@@ -60,11 +60,15 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """Sampled ids (the stop token included), their log-probs, and whether a stop token came."""
+    """Sampled ids (the stop token included), their log-probs, and whether a stop token came.
+
+    `log_probs_sampler` are those of an engine that is not ours; None where we sampled.
+    """
 
     ids: list[int]
     log_probs: list[float]
     finished: bool
+    log_probs_sampler: list[float] | None = None
 
 
 def uniforms(seed: int, stage: str, round_number: int, position: int, shape: tuple) -> Tensor:

@@ -12,11 +12,12 @@ import pyarrow as pa
 from stages.base.chunks import chunks
 from stages.base.command import progress
 from stages.base.errors import InputError
+from stages.base.kept import Kept
 from stages.base.knobs import Source
 from stages.base.spelling import spelled_out
 from stages.rows.canonical import SAMPLED_ROWS, CanonicalRow, count_reason, open_rows
 from stages.rows.formats import BATCH
-from stages.rows.readers import read_rows
+from stages.rows.readers import on_this_disk, read_rows
 from stages.rows.workers import in_order
 from stages.text.messages import Dropped
 
@@ -97,6 +98,13 @@ def open_source(
     return name, rows
 
 
+def files_of_source(source: Source, task_file: Path) -> list[Path]:
+    """The file or folder that a source is read from; none where it is read from the hub."""
+    if source.dataset == EMBEDDED:
+        return [task_file]
+    return [Path(source.dataset)] if on_this_disk(source.dataset) else []
+
+
 def look_into(
     kind: str, source: Source, task_rows: list[dict], seed: int
 ) -> Iterator[tuple[int, CanonicalRow]]:
@@ -138,15 +146,24 @@ def settle(
 
 
 def tokenized(
-    rows: Iterable[tuple[int, CanonicalRow]], encode: Encode, schema: pa.Schema, intake: Intake
+    rows: Iterable[tuple[int, CanonicalRow]],
+    encode: Encode,
+    schema: pa.Schema,
+    intake: Intake,
+    kept: Kept,
 ) -> Iterator[pa.RecordBatch]:
     """Numbered canonical rows -> tables of a schema, by all cores; counted in `intake`.
 
     InputError at the end where no row was kept, so that the table is not written.
     """
-    batches = chunks(progress(rows, "tokenize"), BATCH)
-    for batch, *found in in_order(partial(_table, encode, schema), batches):
-        intake.add(batch, *found)
+
+    def rest(done: int, _) -> Iterator[tuple[pa.RecordBatch, dict]]:
+        batches = islice(chunks(progress(rows, "tokenize"), BATCH), done, None)
+        for batch, dropped, sums in in_order(partial(_table, encode, schema), batches):
+            yield batch, {"dropped": dropped, "sums": sums}
+
+    for batch, counted in kept.batches("rows", rest):
+        intake.add(batch, counted["dropped"], counted["sums"])
         yield batch
     intake.close()
 

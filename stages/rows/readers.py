@@ -52,6 +52,11 @@ def read_rows(
     return _file_rows(FORMATS[format_of(path)], path, max_samples, seed)
 
 
+def on_this_disk(dataset: str) -> bool:
+    """Whether a dataset is a file or folder here; otherwise it is asked of the hub."""
+    return Path(dataset).exists()
+
+
 def sample_numbers(total: int, max_samples: int | None, seed: int) -> list[int] | None:
     """Indices below `total` that a seeded shuffle puts first, ascending; None for all of them."""
     if max_samples is None or max_samples >= total:

@@ -52,7 +52,8 @@ def _cores() -> int:
 
 def _start(work: Callable, parent: int) -> None:
     stop_with(parent, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the stage, which ends these
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # they end the stage, which ends these
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _work.append(work)
 

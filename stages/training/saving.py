@@ -4,19 +4,17 @@ Whatever a training loop carries from one update to the next is in a state: weig
 random generators, the records so far. The loops are those of supervised.py and of stages/rl.
 """
 
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 import click
 import torch
-import transformers
 from torch import Tensor, nn
 
+from stages.base.command import on_signals
 from stages.base.environment import save_seconds
-from stages.base.scratch import State, Work, drop_states, load_state, save_state
+from stages.base.scratch import State, Work, drop, load_state, save_state
 
 Models = Mapping[str, tuple[torch.optim.Optimizer, nn.Module]]
 
@@ -62,38 +60,16 @@ class Saver:
         if not self.seconds:
             yield
             return
-        before = {}
-
-        def heard(number: int, frame) -> None:
-            self._signal = number
-            for other, handler in before.items():
-                signal.signal(other, handler)
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            before[number] = signal.signal(number, heard)
-        try:
+        with on_signals(self._heard):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+
+    def _heard(self, number: int) -> None:
+        self._signal = number
 
     def done(self) -> None:
         """Remove what was saved: the outputs are written."""
         if self.seconds:
-            drop_states(self.work)
-
-
-def work_of(stage: str, inputs: list[Path], knobs, device: torch.device) -> Work:
-    """The piece of work of a stage: what it reads, its knobs, its libraries and its device."""
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    facts = {
-        "knobs": knobs.model_dump(mode="json"),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "device": [str(device), gpu, torch.backends.cpu.get_cpu_capability()],
-        "threads": torch.get_num_threads(),
-    }
-    return Work(stage, inputs, facts)
+            drop(self.work)
 
 
 def tensors_of(models: Models) -> dict[str, Tensor]:

@@ -30,6 +30,7 @@ def completion(**changes) -> dict:
     numbers |= {name: [-0.5, -1.5, 0.0] for name in ("log_probs_old", "log_probs_ref")}
     numbers |= {"values_old": [0.1, 0.2, 0.3], "reward": 1.0, "reward_model": None}
     numbers |= dict.fromkeys(("reward_correctness", "reward_format", "reward_length"))
+    numbers |= {"log_probs_sampler": None}
     return numbers | changes
 
 
@@ -46,6 +47,7 @@ BAD_COMPLETIONS = [
     ({"log_probs_ref": [-1.0]}, "'log_probs_ref' has 1 entries, expected 3, one for each of"),
     ({"log_probs_old": [-1.0] * 4}, "'log_probs_old' has 4 entries, expected 3"),
     ({"values_old": []}, "'values_old' has 0 entries, expected 3"),
+    ({"log_probs_sampler": [-1.0] * 3}, "has 'log_probs_sampler', but row 0 has no"),
     ({"log_probs_old": [-1.0, math.nan, 0.0]}, "'log_probs_old' holds nan, expected a finite"),
     ({"log_probs_ref": [-1.0, -math.inf, 0.0]}, "'log_probs_ref' holds -inf, expected a finite"),
     ({"values_old": [math.inf, 0.0, 0.0]}, "'values_old' holds inf, expected a finite"),

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 BASE = Path("base")
@@ -126,16 +126,16 @@ def direct(args) -> dict:
     from stages.base.tables import SCORED_PAIRS, write_table
     from stages.knobs.train_direct import Knobs
     from stages.models.checkpoints import load_policy
-    from stages.score_pairs import scored
+    from stages.score_pairs import batches
 
     knobs, path = params.load(Knobs), "scored.parquet"
     accelerator, device = started(knobs)
     reference = load_policy(BASE, knobs.attention, device)
-    sums = {"pairs": 0, "chosen": 0.0, "rejected": 0.0, "right": 0}
     with accelerator.autocast():
-        size = knobs.direct.train_batch_size
-        found = scored(reference, Path("pairs.parquet"), size, "reference", sums)
-        write_table(Path(path), SCORED_PAIRS, islice(found, args.pairs), {})
+        sizes = (knobs.direct.train_batch_size, None)
+        found = batches(reference, Path("pairs.parquet"), sizes, "reference")
+        rows = islice(chain.from_iterable(found), args.pairs)
+        write_table(Path(path), SCORED_PAIRS, rows, {})
     del reference
 
     def pairs(_, numbers):
@@ -272,6 +272,7 @@ def stage(name: str, *words) -> None:
 def tokenize(args) -> dict:
     """`tokenize_sft`'s work: rows of a JSONL file to ids and labels in a Parquet file."""
     from stages.base import params
+    from stages.base.kept import Kept
     from stages.base.tables import SFT, write_batches
     from stages.base.tokenizers import load_tokenizer
     from stages.knobs.tokenize_sft import Knobs
@@ -284,7 +285,7 @@ def tokenize(args) -> dict:
     def once():
         name, rows = open_source("sft", knobs.sft, Path(args.data), knobs.seed)
         work = partial(encode, tokenizer, knobs.sft.train_on, knobs.sft.max_length)
-        encoded = tokenized(rows, work, SFT, Intake(name))
+        encoded = tokenized(rows, work, SFT, Intake(name), Kept(None))
         return write_batches(Path("tokenized.parquet"), SFT, encoded, {})
 
     return timed_rows(once, args.steps)

@@ -1,4 +1,4 @@
-"""A machine that goes away in the middle of a training."""
+"""A machine that goes away in the middle of a stage."""
 
 from stages.base.scratch import save_state
 
@@ -7,14 +7,15 @@ class Cut(Exception):
     """The machine goes away."""
 
 
-def cutting(after: int):
-    """save_state, and the end once so many states are saved."""
+def cutting(after: int, save=save_state):
+    """A function that saves, with the machine's end once it has saved so often."""
     left = [after]
 
-    def save(*arguments):
-        save_state(*arguments)
+    def then_end(*arguments):
+        done = save(*arguments)
         left[0] -= 1
         if not left[0]:
             raise Cut
+        return done
 
-    return save
+    return then_end

@@ -80,6 +80,7 @@ def row(tokenizer, number, group, sample, word, said, correct, advantage, clippe
         "completion_ids": ids,
         "finished": True,
         "log_probs_old": log_probs,
+        "log_probs_sampler": None,
         "reward_correctness": float(correct),
         "reward_format": None,
         "reward_length": None,

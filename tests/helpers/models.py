@@ -164,6 +164,7 @@ def buffer_row(
         "completion_ids": completion,
         "finished": True,
         "log_probs_old": old,
+        "log_probs_sampler": None,
         "reward_correctness": None,
         "reward_format": None,
         "reward_length": None,

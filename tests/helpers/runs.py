@@ -6,6 +6,7 @@ FIGURES = (
     "accuracy_sampled accuracy_greedy length finished reward kl_ref kl clipped_fraction entropy"
     " grad_norm reward_correctness reward_format reward_length length_rollout finished_rollout"
     " reward_model advantage_std groups_without_spread"
+    " sampler_ratio_mean sampler_ratio_max sampler_ratio_cut"
 ).split()
 EVALUATED = FIGURES[:4]
 

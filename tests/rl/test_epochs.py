@@ -44,6 +44,8 @@ def settings(loss: str, **options) -> Settings:
             "lam": 0.95,
             "beta": 0.0,
             "kl_estimator": "k3",
+            "sampler_correction": "token",
+            "sampler_correction_cap": 2.0,
             "temperature": TEMPERATURE,
             "max_new_tokens": 8,
             "ppo_epochs": 1,
@@ -131,6 +133,7 @@ def hand_rows(**columns) -> list[dict]:
         {"reward": 3.0, "group": 4, "log_probs_old": [-1.0], "log_probs_ref": [-1.0]},
         {"reward": 1.0, "group": 4, "log_probs_old": [-0.5, -1.0], "log_probs_ref": [-0.5, -2.0]},
     ]
+    columns = {"log_probs_sampler": [None] * 4} | columns
     return [
         row | {name: column[i] for name, column in columns.items()} for i, row in enumerate(rows)
     ]
@@ -317,6 +320,11 @@ def plain_policy_loss(policy, rows, targets, chosen: Settings) -> torch.Tensor:
             if chosen.beta and chosen.kl_placement == "loss":
                 x = row["log_probs_ref"][t] - new[t]
                 term = term + chosen.beta * (torch.exp(x) - 1 - x)
+            if row["log_probs_sampler"] is not None:
+                pairs = list(zip(row["log_probs_old"], row["log_probs_sampler"], strict=True))
+                shares = pairs if chosen.sampler_correction == "sequence" else [pairs[t]]
+                factor = math.prod(math.exp(a - b) for a, b in shares)
+                term = term * min(factor, chosen.sampler_correction_cap)
             weight = {
                 "token-mean": 1 / tokens,
                 "seq-mean-token-mean": 1 / (len(rows) * len(new)),
@@ -347,6 +355,64 @@ def test_a_step_has_the_loss_and_the_gradient_of_slow_plain_passes(loss, beta, m
     assert made.records[0].policy.loss == pytest.approx(wanted.item(), rel=1e-4, abs=1e-6)
     assert made.records[0].policy.grad_norm == pytest.approx(norm_of(policy), rel=1e-3)
     assert (made.records[0].clipped_fraction > 0) == (loss != "rloo")
+
+
+def sampled_elsewhere(rows: list[dict], apart: float = 0.4) -> list[dict]:
+    """The rows as an engine would have drawn them whose log-probs are not quite the old ones."""
+    return [
+        row | {"log_probs_sampler": (old + noise(300 + i, len(old), apart)).tolist()}
+        for i, (row, old) in enumerate((r, torch.tensor(r["log_probs_old"])) for r in rows)
+    ]
+
+
+@pytest.mark.parametrize("correction", ["token", "sequence"])
+@pytest.mark.parametrize("loss, beta", [("grpo", 0.3), ("rloo", 0.3), ("ppo", 0.3)])
+def test_a_sampler_that_is_not_the_policy_weighs_losses_as_a_slow_loop_does(loss, beta, correction):
+    rows = sampled_elsewhere(make_buffer(llama(), **SIX, moved=0.3))
+    options = {"beta": beta, "sampler_correction": correction, "sampler_correction_cap": 1.3}
+    made = run(loss, rows, train_batch_size=2, batch_acc=3, **options)
+    chosen, policy = settings(loss, **options), llama()
+    wanted = plain_policy_loss(policy, rows, made.targets, chosen)
+    wanted.backward()
+    factors = torch.cat(made.targets.factors)
+    assert (factors == factors.max()).sum() > 1 and factors.min() < 0.9  # some were cut
+    assert made.records[0].policy.loss == pytest.approx(wanted.item(), rel=1e-4, abs=1e-6)
+    assert made.records[0].policy.grad_norm == pytest.approx(norm_of(policy), rel=1e-3)
+
+
+@pytest.mark.parametrize("correction", ["token", "sequence"])
+@each_objective
+def test_factors_scale_the_advantages_of_every_objective(loss, correction):
+    """Losses grow with the advantage, so that both ways give the same weights."""
+    rows, chosen = make_buffer(llama(), **SIX, moved=0.2), settings(loss)
+    apart = settings(loss, sampler_correction=correction)
+    weighed = learned(make_targets(sampled_elsewhere(rows), apart), rows, apart)
+    targets = make_targets(sampled_elsewhere(rows), apart)
+    scaled = [a * f for a, f in zip(targets.advantages, targets.factors, strict=True)]
+    wanted = learned(replace(targets, advantages=scaled, factors=None), rows, chosen)
+    plain = learned(make_targets(rows, chosen), rows, chosen)
+    for name, weight in wanted.items():
+        assert torch.allclose(weighed[name], weight, rtol=1e-4, atol=1e-6), name
+    assert not all(torch.allclose(weighed[k], plain[k], rtol=1e-4, atol=1e-6) for k in plain)
+
+
+def learned(targets, rows: list[dict], chosen: Settings) -> dict:
+    """The policy's weights after a step of plain gradient descent."""
+    policy = llama()
+    critic = llama_scorer(seed=7) if chosen.objective.critic else None
+    models = {"policy": policy} | ({"critic": critic} if critic else {})
+    optimizers = {k: torch.optim.SGD(model.parameters(), lr=0.1) for k, model in models.items()}
+    learner = Learner(policy, critic, optimizers)
+    list(Round(cpu_accelerator(), learner, rows, targets, chosen).steps(0))
+    return weights_of(policy)
+
+
+@each_objective
+def test_without_the_correction_a_sampler_changes_no_bit(loss):
+    rows = make_buffer(llama(), **SIX, moved=0.2)
+    made = run(loss, sampled_elsewhere(rows), sampler_correction="none")
+    assert made.targets.gaps is not None
+    assert same_weights(made.weights(), run(loss, rows).weights())
 
 
 @each_pair

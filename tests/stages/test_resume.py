@@ -1,5 +1,6 @@
 """A training that is cut off goes on where it was, and ends at the bytes of an undisturbed one."""
 
+import json
 import os
 import signal
 import subprocess
@@ -139,15 +140,31 @@ def one_byte(path: Path) -> None:
 
 
 def no_json(path: Path) -> None:
-    (path / "state.json").write_text("{")
+    (path / "about.json").write_text("{")
 
 
 def other_key(path: Path) -> None:
-    file = path / "state.json"
+    file = path / "about.json"
     file.write_text(file.read_text().replace('"key": "', '"key": "0'))
 
 
-@pytest.mark.parametrize("fault", [cut_short, one_byte, no_json, other_key])
+def another_record(path: Path) -> None:
+    """A digit of what stands beside the tensors."""
+    file = path / "about.json"
+    text = file.read_text()
+    loss = json.loads(text)["values"]["records"][0]["loss"]
+    file.write_text(text.replace(f'"loss": {loss}', f'"loss": 1{loss}', 1))
+
+
+def another_version(path: Path) -> None:
+    """Written by code that knew other names."""
+    (path / "about.json").write_text(json.dumps({"version": 3, "step": 7}))
+
+
+FAULTS = [cut_short, one_byte, no_json, other_key, another_record, another_version]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_damaged_state_is_passed_over_for_the_one_before_it(project, monkeypatch, fault):
     assert run("train_sft", "whole").exit_code == 0
     cut_off(monkeypatch, "train_sft", "cut", 4)

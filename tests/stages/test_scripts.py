@@ -1,6 +1,7 @@
 """Functions of the training scripts by themselves; knobs that differ from their neighbours."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,6 +39,8 @@ DISTINCT = {
     "beta": 0.02,
     "kl_placement": "loss",
     "kl_estimator": "k2",
+    "sampler_correction": "sequence",
+    "sampler_correction_cap": 1.7,
     "nonfinite": "skip",
     "seed": 17,
 }
@@ -128,6 +131,14 @@ def test_the_figures_of_a_round_by_hand():
         },
         rel=1e-5,
     )
+    apart = replace(targets, gaps=[torch.full((n,), 0.5) for n in (1, 2, 3, 1)])
+    more = optimize.round_figures(apart, stats, [step(1), step(2), step(3)], settings)
+    assert more.keys() - found.keys() == {
+        f"sampler_ratio_{name}" for name in ("mean", "max", "cut")
+    }
+    ratios = [math.exp(0.5), math.exp(1.0), math.exp(1.0), *[math.exp(1.5)] * 3]  # of whole rows
+    assert more["sampler_ratio_mean"] == pytest.approx(sum(ratios) / 6, rel=1e-5)
+    assert more["sampler_ratio_cut"] == pytest.approx(5 / 6)
 
 
 def test_a_line_of_the_curve_holds_the_figures_of_policy_and_critic():
