@@ -41,7 +41,7 @@ PAIRS = {"tiny": 512, "smollm2": 64}
 # Rows of real length: an optimizer step is of 16 rows still, or of 2 prompts with 8 completions,
 # but passes are cut by tokens.
 LONG_ROUND = (2, 8)
-LONG_STEPS = {"sft": 3, "reward": 3, "grpo": 3}
+LONG_STEPS = {"sft": 2, "reward": 2, "grpo": 2}
 LONG = {"max_new_tokens": 256, "train_max_tokens": 2048, "forward_max_tokens": 8192}
 TURNS = 2
 
