@@ -104,8 +104,15 @@ def checked_targets(buffer: Path, rows: Rows, settings: Settings, knobs: Knobs) 
         targets = make_targets(rows, settings)
     except ValueError as error:
         raise InputError(f"{buffer}: loss {knobs.loss}: {error}") from error
-    if not targets.used.any():
+    if not targets.scorable.any():
         raise InputError(f"{buffer}: no completion has a reward; expected at least one")
+    if not targets.used.any():
+        reasons = ["the rewards are all alike"] if settings.objective.pairs else []
+        reasons += ["no answer is right (skip_wrong_groups)"] if settings.skip_wrong_groups else []
+        raise InputError(
+            f"{buffer}: loss {knobs.loss} has nothing to train on: in each group"
+            f" {' or '.join(reasons)}"
+        )
     return targets
 
 
@@ -117,8 +124,8 @@ def take_steps(
     each_epoch = math.ceil(len(learning.rows) / (settings.train_batch_size * settings.batch_acc))
     total = settings.ppo_epochs * each_epoch
     warn_of_stale_steps(knobs, settings, total)
-    tokens = int(targets.lengths.sum()) // each_epoch
-    reward = targets.rewards[targets.used].mean().item()
+    tokens = int(targets.lengths[targets.used].sum()) // each_epoch
+    reward = targets.rewards[targets.scorable].mean().item()
     rows = go_on(learning, saver)
     for row in rows:
         log(row)
@@ -155,6 +162,11 @@ def warn_of_stale_steps(knobs: Knobs, settings: Settings, steps: int) -> None:
             f"loss {knobs.loss} knows no ratio: of {steps} steps over this buffer only the first is"
             " on-policy. A lower lr keeps the others close; a larger batch_acc makes them fewer"
         )
+    if settings.objective.selects and settings.ppo_epochs > 1 and settings.target_kl is None:
+        click.echo(
+            f"loss {knobs.loss} has no clip: in {settings.ppo_epochs} passes over this buffer only"
+            " lr limits how far the policy goes. target_kl stops the passes in time"
+        )
 
 
 def make_settings(knobs: Knobs, round_number: int) -> Settings:
@@ -173,7 +185,7 @@ def make_settings(knobs: Knobs, round_number: int) -> Settings:
     return Settings(
         objective=objective,
         aggregation=chosen(knobs.loss_aggregation, objective.aggregation),
-        clip=Clip(knobs.clip_eps_lo, knobs.clip_eps_hi, knobs.tau_pos, knobs.tau_neg),
+        clip=Clip(knobs.clip_eps_lo, knobs.clip_eps_hi, knobs.tau_pos, knobs.tau_neg, knobs.beta),
         round_number=round_number,
         **values,
     )
@@ -251,18 +263,20 @@ def round_figures(
 ) -> dict:
     """The round's figures; each is defined in docs/metrics.md."""
     used, lengths, means = targets.used, targets.lengths, Means()
-    groups = rows_of_groups(targets.groups, used)
-    flat = [not has_spread(targets.rewards[rows]) for rows in groups if len(rows)]
-    advantages = torch.cat(scorable(targets.advantages, used))
+    groups = [rows for rows in rows_of_groups(targets.groups, targets.scorable) if len(rows)]
+    flat = [not has_spread(targets.rewards[rows]) for rows in groups]
+    advantages = torch.cat(parts_used(targets.advantages, used))
     for step in steps:
         means.add(**{name: step[name] for name in ("loss", "grad_norm", "value_loss")})
     return {
         "steps": len(steps),
         "epochs": steps[-1]["epoch"] + 1,
-        "reward_shaped": targets.rewards[used].mean().item(),
+        "reward_shaped": targets.rewards[targets.scorable].mean().item(),
         "advantage_std": advantages.std().item() if len(advantages) > 1 else None,
         "groups_without_spread": sum(flat) / len(flat),
-        "unscorable": int((~used).sum()),
+        "groups_left_out": sum(not used[rows].any() for rows in groups),
+        "completions_used": int(used.sum()),
+        "unscorable": int((~targets.scorable).sum()),
         "ratio_mean": token_mean(stats.ratio_mean, lengths),
         "ratio_max": stats.ratio_max[~stats.ratio_max.isnan()].max().item(),
         "clipped_fraction": token_mean(stats.clipped_fraction, lengths),
@@ -292,12 +306,12 @@ def explained(targets: Targets) -> float | None:
     if targets.values_old is None:
         return None
     parts = (targets.values_old, targets.returns)
-    return explained_variance(*(scorable(part, targets.used) for part in parts))
+    return explained_variance(*(parts_used(part, targets.used) for part in parts))
 
 
-def scorable(parts: list[torch.Tensor], used: torch.Tensor) -> list[torch.Tensor]:
-    """The parts of the scorable completions: unscorable ones have no advantage and no return."""
-    return [part for part, scored in zip(parts, used.tolist(), strict=True) if scored]
+def parts_used(parts: list[torch.Tensor], used: torch.Tensor) -> list[torch.Tensor]:
+    """The parts of the completions that were used: others have no advantage and no return."""
+    return [part for part, kept in zip(parts, used.tolist(), strict=True) if kept]
 
 
 def update_rows(rows: Rows, targets: Targets, stats: CompletionStats, round_number: int):

@@ -253,8 +253,8 @@ FAULTS = [
     Fault(
         "the bounds of the clip swapped",
         OPTIMIZE,
-        "Clip(knobs.clip_eps_lo, knobs.clip_eps_hi,",
-        "Clip(knobs.clip_eps_hi, knobs.clip_eps_lo,",
+        "knobs.clip_eps_lo, knobs.clip_eps_hi,",
+        "knobs.clip_eps_hi, knobs.clip_eps_lo,",
         "tests/stages/test_scripts.py",
     ),
     Fault(

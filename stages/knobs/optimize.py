@@ -86,6 +86,9 @@ class Knobs(Memory):
         "reward",
         "loss",
     )
+    skip_wrong_groups: flag(
+        "raft, online_dpo: leave out groups in which no answer is right (reward_correctness 1)."
+    )
     critic: Critic
     sampler_correction: choice(
         "Where vLLM sampled, weigh losses by old / sampler probability: of each token, of the whole"
@@ -112,6 +115,22 @@ class Knobs(Memory):
         if needs.critic and self.critic is None:
             raise ValueError(
                 f"critic: found null, but loss {self.loss} needs one: reward_model or policy"
+            )
+        if self.kl_placement not in ("default", *needs.kl_places):
+            raise ValueError(
+                f"kl_placement: found {self.kl_placement!r}, but loss {self.loss} trains on a few"
+                " chosen completions, from which no KL can be estimated; expected"
+                f" {' or '.join(['default', *needs.kl_places])}"
+            )
+        if needs.pairs and self.beta == 0:
+            raise ValueError(
+                f"beta: found 0, but loss {self.loss} compares with models/sft, and beta multiplies"
+                " its log-ratios; expected a number above 0"
+            )
+        if needs.pairs and self.loss_aggregation != "default":
+            raise ValueError(
+                f"loss_aggregation: found {self.loss_aggregation!r}, but loss {self.loss} is a"
+                " mean over pairs; expected default"
             )
         placement = needs.kl_placement if self.kl_placement == "default" else self.kl_placement
         if self.beta > 0 and self.kl_estimator not in ("default", *FITTING[placement]):

@@ -40,8 +40,7 @@ def group_advantages(
         raise ValueError(f"baseline is {baseline!r}, expected 'mean' or 'leave-one-out'")
     if scale not in ("std", "mean", "none"):
         raise ValueError(f"scale is {scale!r}, expected 'std', 'mean' or 'none'")
-    if rewards.isinf().any():
-        raise ValueError("a reward is infinite, expected finite rewards, or NaN for unscorable")
+    _refuse_infinite(rewards)
     if scale == "mean" and (rewards < 0).any():
         lowest = rewards[rewards < 0].min().item()
         raise ValueError(f"a reward is {lowest:g}, but scale 'mean' (MaxRL) needs rewards >= 0")
@@ -50,6 +49,42 @@ def group_advantages(
     for rows in rows_of_groups(groups, usable):
         advantages[rows] = _advantages_of_one_group(rewards[rows], baseline, scale)
     return advantages
+
+
+def best_of_group(rewards: Tensor, groups: Tensor) -> Tensor:
+    """(B,), (B,) int -> (B,): 1 for the best completion of each group, NaN for the others.
+
+    RAFT (Dong et al. 2023, best-of-n). NaN means that the row takes no part. Of equal rewards the
+    first row is the best, so that a group without spread gives its first row. Raises ValueError
+    for an infinite reward.
+    """
+    _refuse_infinite(rewards)
+    picked = torch.full_like(rewards, torch.nan)
+    for rows in rows_of_groups(groups, ~rewards.isnan()):
+        if len(rows):
+            picked[rows[rewards[rows].argmax()]] = 1.0
+    return picked
+
+
+def best_and_worst(rewards: Tensor, groups: Tensor) -> Tensor:
+    """(B,), (B,) int -> (B,): 1 and -1 for the best and the worst of a group, else NaN (no part).
+
+    Pairs of online DPO as Online-RLHF (Dong et al. 2024) makes them. Of equal rewards the first
+    row is taken. A group without spread, or with fewer than two usable rewards, gives no pair.
+    Raises ValueError for an infinite reward.
+    """
+    _refuse_infinite(rewards)
+    picked = torch.full_like(rewards, torch.nan)
+    for rows in rows_of_groups(groups, ~rewards.isnan()):
+        if has_spread(rewards[rows]):
+            picked[rows[rewards[rows].argmax()]] = 1.0
+            picked[rows[rewards[rows].argmin()]] = -1.0
+    return picked
+
+
+def _refuse_infinite(rewards: Tensor) -> None:
+    if rewards.isinf().any():
+        raise ValueError("a reward is infinite, expected finite rewards, or NaN for unscorable")
 
 
 def rows_of_groups(groups: Tensor, usable: Tensor) -> list[Tensor]:

@@ -20,7 +20,7 @@ from stages.rl.kl import kl_penalty
 from stages.rl.objectives import token_weights, value_loss
 from stages.rl.stats import CompletionStats, TokenFigures, token_mean
 from stages.rl.targets import Settings, Targets, stack
-from stages.training.batching import cut, plan_groups
+from stages.training.batching import fill, plan_groups
 from stages.training.steps import StepFigures, rate_of_update, stop_of, update
 
 
@@ -91,18 +91,18 @@ class Round:
                 return
 
     def _plan(self, epoch: int) -> list[list[list[int]]]:
-        """Steps of micro-batches of row numbers. Unscorable rows, which weigh nothing, are no part
-        of them: whatever stands in such a row can neither stop a step nor skip its mates. Then a
-        micro-batch of too many tokens is cut.
+        """Steps of micro-batches of row numbers. A step is a number of completions of the buffer,
+        whatever the objective uses of them. Rows that are not used are no part of it: whatever
+        stands in one can neither stop a step nor skip its mates. Pairs stay whole.
         """
-        settings, used = self.settings, self.targets.used.tolist()
+        settings, units = self.settings, self.targets.units(self.settings.objective.pairs)
         sizes = (settings.train_batch_size, settings.batch_acc)
         names = ("optimize", settings.round_number, "shuffle", epoch)
         plan = plan_groups(self.targets.groups.tolist(), *sizes, settings.seed, *names)
-        plan = [[[row for row in batch if used[row]] for batch in step] for step in plan]
-        if (limit := settings.train_max_tokens) is not None:
-            plan = [[part for b in step for part in cut(b, self._lengths, limit)] for step in plan]
-        return [step for step in plan if step]
+        limit = settings.train_max_tokens
+        lengths = None if limit is None else self._lengths
+        steps = [[units[row] for row in _flat(step) if row in units] for step in plan]
+        return [fill(step, settings.train_batch_size, lengths, limit) for step in steps if step]
 
     def _step(self, epoch: int, batches: list[list[int]], done: int) -> StepRecord:
         """One optimizer step of the policy, and one of the critic, over the same micro-batches."""
@@ -151,10 +151,13 @@ class Round:
             log_probs, entropy = _log_probs_and_entropy(policy, states, settings.temperature)
             old = _padded(rows, "log_probs_old", mask)
             advantages = stack([self.targets.advantages[i] for i in batch], mask)
-            loss, clipped = settings.objective.loss(log_probs, old, advantages, mask, settings.clip)
+            ref = _padded(rows, "log_probs_ref", mask) if settings.beta > 0 else None
+            against = ref if settings.objective.pairs else old
+            loss, clipped = settings.objective.loss(
+                log_probs, against, advantages, mask, settings.clip
+            )
             kl_ref = None
-            if settings.beta > 0:
-                ref = _padded(rows, "log_probs_ref", mask)
+            if ref is not None:
                 kl_ref = kl_penalty(log_probs, ref, mask, settings.kl_estimator)
                 if settings.kl_placement == "loss":
                     loss = loss + settings.beta * kl_ref

@@ -28,7 +28,12 @@ from torch import Tensor
 Estimator = Literal["k1", "k2", "k3"]
 
 # Place of the penalty -> the estimators whose expected gradient is that of a KL, the default first.
-FITTING: dict[str, tuple[Estimator, ...]] = {"reward": ("k1",), "loss": ("k3", "k2")}
+# Nowhere: the KL is only measured, and each estimates it.
+FITTING: dict[str, tuple[Estimator, ...]] = {
+    "reward": ("k1",),
+    "loss": ("k3", "k2"),
+    "nowhere": ("k3", "k2", "k1"),
+}
 
 
 def kl_estimate(log_probs: Tensor, log_probs_ref: Tensor, estimator: Estimator) -> Tensor:

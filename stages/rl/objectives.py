@@ -19,7 +19,8 @@ The first three lines happen once a round, the others once an update: targets.py
 epochs.py goes over the buffer. In the first update of a round old is new, so every rho is 1 and the
 gradient is that of plain policy gradient. Each other objective changes one or two of the lines: PPO
 takes A from a critic (`gae`) and the KL into the reward, Dr. GRPO drops the std, RLOO leaves r_i
-out of its mean and has no rho.
+out of its mean and has no rho. RAFT and online DPO keep one or two answers of each group and drop
+the others, whose A is NaN.
 
 Every loss function here has one signature, so that the training loop knows none of them by name:
 
@@ -29,7 +30,8 @@ Every loss function here has one signature, so that the training loop knows none
 a completion has one; `loss` is (B, T) and to be made smaller; `clipped` is (B, T) bool: the clip
 holds this token's gradient back. Outside `action_mask` the inputs may hold anything, NaN included,
 and the outputs are 0 and False. Where the advantage is 0 the loss and its gradient are 0 whatever
-the ratio is. The loss of an optimizer step is then, over all its rows,
+the ratio is. A loss of pairs takes the reference's log-probs for the old ones, and rows that belong
+together as neighbours. The loss of an optimizer step is then, over all its rows,
 
     sum(loss * token_weights(lengths, used, aggregation, max_length)[:, None])
 
@@ -45,8 +47,15 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from stages.rl.advantages import batch_advantages, gae, group_advantages
+from stages.rl.advantages import (
+    batch_advantages,
+    best_and_worst,
+    best_of_group,
+    gae,
+    group_advantages,
+)
 from stages.rl.kl import kl_penalty
 
 # A ratio this far from 1 is an accident of the buffer, not an update: what an objective leaves
@@ -59,16 +68,18 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum",
 
 @dataclass(frozen=True)
 class Clip:
-    """How far the ratio may go. A loss function takes what it knows and leaves the rest.
+    """How far a ratio may go. A loss function takes what it knows and leaves the rest.
 
     clip_eps_lo, clip_eps_hi  the ratio's range is 1 - lo .. 1 + hi; lo >= 1 means no lower bound
     tau_pos, tau_neg          temperatures of SAPO's gate, for advantages above 0 and the others
+    beta                      online DPO: what log-ratios to the reference are multiplied by
     """
 
     clip_eps_lo: float
     clip_eps_hi: float
     tau_pos: float
     tau_neg: float
+    beta: float = 0.0
 
 
 def policy_gradient_loss(
@@ -77,7 +88,8 @@ def policy_gradient_loss(
     """(B, T) x4 -> (B, T), (B, T): -A log pi (REINFORCE, Williams 1992).
 
     There is no ratio: right only for samples of the very policy that is trained, which is why its
-    objectives have no trust region and refuse several inner epochs. Nothing is ever clipped.
+    objectives have no trust region and refuse several inner epochs. With A = 1 it is fine-tuning
+    (RAFT), which has no such limit. Nothing is ever clipped.
     """
     log_probs = torch.where(action_mask, log_probs, 0.0)
     loss = -_on_actions(advantages, action_mask) * log_probs
@@ -142,28 +154,53 @@ def soft_gate_loss(
     return loss, torch.zeros_like(action_mask)
 
 
+def pair_loss(
+    log_probs: Tensor, log_probs_ref: Tensor, advantages: Tensor, action_mask: Tensor, clip: Clip
+) -> tuple[Tensor, Tensor]:
+    """(B, T) x4 -> (B, T), (B, T): -log sigmoid(beta (lc - lr)) of rows 0 and 1, 2 and 3, ...
+
+    DPO, Rafailov et al. 2023, eq. 7, on pairs that the policy sampled (Guo et al. 2024). lc and lr
+    are the log-ratios to the reference of the whole better and worse answer, whose advantages are 1
+    and -1, in either order. The pair's loss is written to each token of both rows, so that their
+    mean under `seq-mean-token-mean` is the mean over pairs. Bounded slope, nothing is ever clipped.
+    """
+    log_ratio = _log_ratio(log_probs, log_probs_ref, action_mask)
+    gaps = (_on_actions(advantages, action_mask) * log_ratio).sum(1)  # (B,): lc or -lr
+    of_pairs = -logsigmoid(clip.beta * gaps.view(-1, 2).sum(1))  # (B / 2,)
+    loss = torch.where(action_mask, of_pairs.repeat_interleave(2)[:, None], 0.0)
+    return loss, torch.zeros_like(action_mask)
+
+
 @dataclass(frozen=True)
 class Objective:
     """One objective: how advantages are estimated, its loss, and what it needs from the pipeline.
 
     loss              one of the functions above
-    estimator         (rewards (B,), groups (B,)) -> (B,); `gae` where `critic` is true
+    estimator         (rewards (B,), groups (B,)) -> (B,), NaN: the row takes no part; `gae` where
+                      `critic` is true
     aggregation       the default of `token_weights`
     kl_placement      where `beta` puts the KL against the reference: in the reward or in the loss
+    kl_places         where the knob of that name may put it
     negative_rewards  bears rewards below 0, which a KL in the reward makes
     critic            needs values and returns
     groups            needs at least two samples a prompt
     trust_region      bears several inner epochs over one buffer
+    selects           its estimator leaves rows out
+    pairs             its rows are two of a group, which no micro-batch parts; its loss takes the
+                      reference's log-probs in place of the old ones, and `beta` is its temperature
     """
 
     loss: Callable[[Tensor, Tensor, Tensor, Tensor, Clip], tuple[Tensor, Tensor]]
     estimator: Callable
     aggregation: Aggregation
-    kl_placement: Literal["reward", "loss"] = "loss"
+    kl_placement: Literal["reward", "loss", "nowhere"] = "loss"
+    kl_places: tuple[str, ...] = ("reward", "loss")
     negative_rewards: bool = True
     critic: bool = False
     groups: bool = True
     trust_region: bool = True
+    selects: bool = False
+    pairs: bool = False
 
 
 _mean_over_std = partial(group_advantages, baseline="mean", scale="std")
@@ -207,6 +244,23 @@ OBJECTIVES: dict[str, Objective] = {
         "seq-mean-token-sum",
         negative_rewards=False,
         trust_region=False,
+    ),
+    "raft": Objective(
+        policy_gradient_loss,
+        best_of_group,
+        "token-mean",
+        kl_placement="nowhere",
+        kl_places=("reward",),
+        selects=True,
+    ),
+    "online_dpo": Objective(
+        pair_loss,
+        best_and_worst,
+        "seq-mean-token-mean",
+        kl_placement="nowhere",
+        kl_places=(),
+        selects=True,
+        pairs=True,
     ),
 }
 

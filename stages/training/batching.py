@@ -1,6 +1,6 @@
 """Which rows go into which optimizer step and micro-batch; plain row numbers in and out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from stages.base.chunks import chunks, within
 from stages.base.randomness import shuffled
@@ -49,6 +49,31 @@ def plan_groups(
     rows = [row for i in shuffled(len(keys), seed, *names) for row in members[keys[i]]]
     batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
     return [batches[i : i + batch_acc] for i in range(0, len(batches), batch_acc)]
+
+
+def fill(
+    units: Iterable[list[int]], batch_size: int, lengths: Sequence[int] | None, limit: int | None
+) -> list[list[int]]:
+    """Units of rows that belong together -> micro-batches of row numbers, in order.
+
+    Each holds up to `batch_size` rows and, where there is a `limit`, that many padded tokens by the
+    rows' `lengths`. No unit is parted: one that is too large goes alone.
+    """
+    batches: list[list[list[int]]] = []
+    rows = batch_size
+    for unit in units:
+        if rows + len(unit) > batch_size:
+            batches.append([])
+            rows = 0
+        batches[-1].append(unit)
+        rows += len(unit)
+    if limit is not None:
+        batches = [
+            [batch[place] for place in part]
+            for batch in batches
+            for part in within(([lengths[row] for row in unit] for unit in batch), limit)
+        ]
+    return [[row for unit in batch for row in unit] for batch in batches]
 
 
 def cut(

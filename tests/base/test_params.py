@@ -350,6 +350,17 @@ RIGHT_ALONE = {"correctness": 1.0, "format": None, "length": None, "reward_model
             {"loss": "ppo", "kl_estimator": "k1", "kl_placement": "loss"},
             "kl_estimator: found 'k1'",
         ),
+        *(
+            ({"loss": loss, "kl_placement": "loss"}, "kl_placement: found 'loss', but loss " + loss)
+            for loss in ("raft", "online_dpo")
+        ),
+        ({"loss": "online_dpo", "kl_placement": "reward"}, "kl_placement: found 'reward', but"),
+        ({"loss": "online_dpo", "beta": 0.0}, "beta: found 0, but loss online_dpo compares with"),
+        (
+            {"loss": "online_dpo", "loss_aggregation": "token-mean"},
+            "loss_aggregation: found 'token-mean', but loss online_dpo is a mean over pairs",
+        ),
+        ({"loss": "raft", "num_rollouts": 1}, "num_rollouts: found 1, but loss raft"),
         ({"loss": "grop"}, "loss: found 'grop', expected one of reinforce, rloo, ppo, grpo"),
     ],
 )
@@ -375,6 +386,10 @@ def test_knobs_that_do_not_fit_together_are_named(complaint, changes, expected):
         {"loss": "maxrl", "kl_placement": "reward", "beta": 0.0, "rewards": RIGHT_ALONE},
         {"loss": "maxrl", "kl_placement": "loss", "rewards": RIGHT_ALONE},
         {"loss": "ppo", "kl_estimator": "k1"},
+        {"loss": "raft", "beta": 0.0, "ppo_epochs": 3},
+        {"loss": "raft", "kl_placement": "reward", "kl_estimator": "k1"},
+        {"loss": "raft", "loss_aggregation": "seq-mean-token-mean", "kl_estimator": "k1"},
+        {"loss": "online_dpo", "ppo_epochs": 3, "skip_wrong_groups": True},
     ],
 )
 def test_knobs_that_do_fit_together_pass(accepted, changes):

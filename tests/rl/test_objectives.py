@@ -12,6 +12,7 @@ from stages.rl.objectives import (
     Objective,
     clipped_ratio_loss,
     clipped_weight_loss,
+    pair_loss,
     policy_gradient_loss,
     ratio_diagnostics,
     sequence_ratio_loss,
@@ -31,6 +32,8 @@ LOSSES = [
 AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"]
 each_loss = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 each_objective = pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+OF_ROWS = {name: objective for name, objective in OBJECTIVES.items() if not objective.pairs}
+each_objective_of_rows = pytest.mark.parametrize("objective", OF_ROWS.values(), ids=OF_ROWS)
 each_aggregation = pytest.mark.parametrize("aggregation", AGGREGATIONS)
 
 
@@ -232,7 +235,7 @@ def test_float64_stays_float64_and_its_gradient_is_right(loss):
         assert torch.autograd.gradcheck(lambda x: loss(x, old, advantages, mask, CLIP)[0], new)
 
 
-@each_objective
+@each_objective_of_rows
 @pytest.mark.parametrize("sizes", [[2, 2, 2], [4, 2], [1] * 6])
 @each_aggregation
 def test_micro_batches_add_up_to_the_gradient_of_the_whole(objective, sizes, aggregation):
@@ -369,9 +372,10 @@ def test_diagnostics_do_not_move_with_padding_or_with_batch_mates():
     assert ((wanted.clipped_fraction >= 0) & (wanted.clipped_fraction <= 1)).all()
 
 
-def test_the_ten_objectives_need_what_their_papers_say():
+def test_the_objectives_need_what_their_papers_say():
     assert list(OBJECTIVES) == [
-        *("reinforce", "rloo", "ppo", "grpo", "drgrpo", "dapo", "gspo", "cispo", "sapo", "maxrl")
+        *("reinforce", "rloo", "ppo", "grpo", "drgrpo", "dapo", "gspo", "cispo", "sapo", "maxrl"),
+        *("raft", "online_dpo"),
     ]
 
     def named(field, value):
@@ -380,9 +384,11 @@ def test_the_ten_objectives_need_what_their_papers_say():
     assert named("critic", True) == named("estimator", gae) == {"ppo"}
     assert named("groups", False) == {"reinforce", "ppo"}
     assert named("trust_region", False) == {"reinforce", "rloo", "maxrl"}
-    assert named("trust_region", False) == named("loss", policy_gradient_loss)
+    assert named("loss", policy_gradient_loss) == named("trust_region", False) | {"raft"}
+    assert named("selects", True) == named("kl_placement", "nowhere") == {"raft", "online_dpo"}
+    assert named("pairs", True) == named("loss", pair_loss) == {"online_dpo"}
     assert named("kl_placement", "reward") == {"reinforce", "rloo", "ppo"}
-    assert named("aggregation", "token-mean") == {"ppo", "dapo", "cispo"}
+    assert named("aggregation", "token-mean") == {"ppo", "dapo", "cispo", "raft"}
     assert named("aggregation", "constant") == {"drgrpo"}
 
 

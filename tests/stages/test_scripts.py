@@ -56,7 +56,8 @@ def test_every_setting_of_a_round_is_the_knob_of_its_name():
     made = optimize.make_settings(knobs(**DISTINCT, loss="ppo"), 8)
     assert made.objective is OBJECTIVES["ppo"] and made.round_number == 8
     assert made.aggregation == "constant"
-    assert made.clip == Clip(clip_eps_lo=0.11, clip_eps_hi=0.22, tau_pos=1.3, tau_neg=1.4)
+    wanted = {"clip_eps_lo": 0.11, "clip_eps_hi": 0.22, "tau_pos": 1.3, "tau_neg": 1.4}
+    assert made.clip == Clip(**wanted, beta=DISTINCT["beta"])
     parts = ("clip_eps_lo", "clip_eps_hi", "tau_pos", "tau_neg", "loss_aggregation")
     wanted = {key: value for key, value in DISTINCT.items() if key not in parts}
     assert {key: getattr(made, key) for key in wanted} == wanted
@@ -69,12 +70,12 @@ def test_defaults_are_what_the_objective_and_the_place_of_the_kl_say(loss):
     made = optimize.make_settings(knobs(loss=loss), 1)
     assert made.aggregation == OBJECTIVES[loss].aggregation
     assert made.kl_placement == OBJECTIVES[loss].kl_placement
-    assert made.kl_estimator == {"reward": "k1", "loss": "k3"}[made.kl_placement]
-    if loss != "maxrl":
-        moved = optimize.make_settings(knobs(loss=loss, kl_placement="reward"), 1)
-        assert (moved.kl_placement, moved.kl_estimator) == ("reward", "k1")
-    moved = optimize.make_settings(knobs(loss=loss, kl_placement="loss"), 1)
-    assert (moved.kl_placement, moved.kl_estimator) == ("loss", "k3")
+    fitting = {"reward": "k1", "loss": "k3", "nowhere": "k3"}
+    assert made.kl_estimator == fitting[made.kl_placement]
+    for place in OBJECTIVES[loss].kl_places:
+        if place == "loss" or loss != "maxrl":
+            moved = optimize.make_settings(knobs(loss=loss, kl_placement=place), 1)
+            assert (moved.kl_placement, moved.kl_estimator) == (place, fitting[place])
 
 
 def step(number: int, **more) -> dict:
@@ -115,6 +116,8 @@ def test_the_figures_of_a_round_by_hand():
             "reward_shaped": 6.5 / 3,
             "advantage_std": deviation,
             "groups_without_spread": 1 / 2,
+            "groups_left_out": 0,
+            "completions_used": 3,
             "unscorable": 1,
             "ratio_mean": (1 + 4 + 9) / 6,
             "ratio_max": 6.0,

@@ -1238,9 +1238,11 @@ def test_text_and_file_names_of_any_kind_do_no_harm(tmp_path):
 
 @pytest.mark.parametrize("loss", sorted(OBJECTIVES))
 def test_tables_have_one_schema_whatever_the_objective(finished, copy, loss):
-    knobs = {"rewards": {"correctness": 1.0, "format": None, "length": None, "reward_model": None}}
-    succeed(copy, "score@1", loss=loss, **knobs)
-    succeed(copy, "optimize@1", loss=loss, **knobs)
+    rewards = {"correctness": 1.0, "format": None, "length": None, "reward_model": None}
+    if OBJECTIVES[loss].pairs:
+        rewards["reward_model"] = 1.0  # this policy gets nothing right: rewards all alike
+    succeed(copy, "score@1", loss=loss, rewards=rewards)
+    succeed(copy, "optimize@1", loss=loss, rewards=rewards)
     for table in ("data/buffers/round-1.parquet", "data/updates/round-1.parquet"):
         assert pq.read_schema(copy / table).equals(pq.read_schema(finished / table))
 

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from stages.training.batching import cut, in_order, plan_epoch, plan_groups
+from stages.training.batching import cut, fill, in_order, plan_epoch, plan_groups
 
 LENGTHS = [random.Random(0).randrange(1, 40) for _ in range(53)]
 
@@ -108,3 +108,20 @@ def test_rows_in_order_are_cut_by_number_and_by_tokens():
     assert in_order([1, 1, 1, 9, 9], 2, None) == [[0, 1], [2, 3], [4]]
     assert in_order([1, 1, 1, 9, 9], 2, 10) == [[0, 1], [2], [3], [4]]
     assert in_order([1, 1, 9, 1, 9], 5, 10, sides=2) == [[0, 1, 3], [2], [4]]
+
+
+def test_units_fill_micro_batches_and_are_never_parted():
+    pairs = [[0, 1], [4, 2], [3, 9], [5, 8], [6, 7]]
+    assert fill(pairs, 4, None, None) == [[0, 1, 4, 2], [3, 9, 5, 8], [6, 7]]
+    assert fill(pairs, 5, None, None) == fill(pairs, 4, None, None)
+    assert fill(pairs, 1, None, None) == fill(pairs, 3, None, None) == pairs
+    assert fill([[3], [1], [2]], 2, None, None) == [[3, 1], [2]]
+    assert fill([], 2, None, None) == []
+
+
+def test_units_are_cut_apart_where_a_pass_would_hold_too_many_padded_tokens():
+    pairs, lengths = [[0, 1], [2, 3], [4, 5]], [3, 4, 1, 5, 2, 2]
+    assert fill(pairs, 6, lengths, 30) == [[0, 1, 2, 3, 4, 5]]  # 6 rows of 5
+    assert fill(pairs, 6, lengths, 29) == [[0, 1, 2, 3], [4, 5]]  # 4 rows of 5, 2 of 2
+    assert fill(pairs, 4, lengths, 100) == [[0, 1, 2, 3], [4, 5]]
+    assert fill(pairs, 6, lengths, 1) == pairs
