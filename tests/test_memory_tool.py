@@ -45,7 +45,7 @@ def kept(layers: int, tokens: int, bf16: bool) -> int:
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_layer_keeps_of_each_token_what_the_tool_says(bf16):
     def of_a_token(layers: int) -> float:
-        return (kept(layers, 96, bf16) - kept(layers, 64, bf16)) / 64 / 2
+        return (kept(layers, 96, bf16) - kept(layers, 64, bf16)) / 64
 
     shape = memory.shape_of(LlamaConfig(num_hidden_layers=2, **SIZES, **HEADS).to_dict())
     counted = of_a_token(4) - of_a_token(2)
