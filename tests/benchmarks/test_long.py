@@ -43,5 +43,5 @@ def test_figures_of_both_regimes_stand_side_by_side_with_their_aims():
     assert len(rows) == 2 and len(page.merged(rows, [row | {"long": False}])) == 2
     text = page.markdown(page.EMPTY | {"rows": rows})
     short, long = text.split("## float32, answers of real length")
-    assert "| SFT | smollm2 | tokens/s | 300 | 100 | TRL | 3.00 | 2.5 / 4 | 4,000 | 16,000 |" in short
+    assert "| SFT | smollm2 | tokens/s | 300 | 100 | TRL | 3.00 | 2.5 / 4 | 4,000 |" in short
     assert "| SFT | tokens/s | 200 | 100 | 2.00 | 3 | 4,000 | 16,000 | 0.25 | 0.5 |" in long
