@@ -325,7 +325,7 @@ def test_a_signal_saves_and_ends_the_stage_and_the_same_command_goes_on(project,
 
 @pytest.mark.parametrize("stage", COMMANDS)
 def test_micro_batches_hold_no_more_tokens_than_the_knob_says(project, monkeypatch, stage):
-    trained, limit = [], 16
+    trained, limit = [], 24
     monkeypatch.setattr(Fit, "run", lambda fit, *_: trained.append(fit) or [])
     set_knobs(project, train_max_tokens=limit, **{f"{s}__train_batch_size": 8 for s in SECTIONS})
     run(stage, "asked")
