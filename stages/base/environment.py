@@ -6,10 +6,14 @@ RLHF_TRACK         trackers that get the figures of a training: tensorboard, wan
 RLHF_SAVE_MINUTES  how often a training saves its state (10); 0: never
 RLHF_SCRATCH       the folder of those states (.scratch); best on a disk that outlives the machine
 RLHF_VLLM          for `sampler: vllm`: a python that has vLLM, or a server's address
+RLHF_LAUNCH        what starts the processes of a stage in place of torch's own launcher
+
+What a launcher tells its processes (RANK, WORLD_SIZE) is read here too.
 """
 
 import math
 import os
+import shlex
 from pathlib import Path
 
 from stages.base.errors import InputError
@@ -18,6 +22,7 @@ TRACK = "RLHF_TRACK"
 SAVE_MINUTES = "RLHF_SAVE_MINUTES"
 SCRATCH = "RLHF_SCRATCH"
 VLLM = "RLHF_VLLM"
+LAUNCH = "RLHF_LAUNCH"
 
 # How a launcher tells processes of each other: an engine beside them is none of them.
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -70,3 +75,30 @@ def engine_variables(threads: int, gpu: int | None) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
+
+
+def launcher() -> list[str]:
+    """The words of a command that starts the processes of a stage; none for torch's own."""
+    return shlex.split(os.environ.get(LAUNCH, ""))
+
+
+def world_size() -> int | None:
+    """How many processes a launcher started for this stage; None where none did."""
+    return _number("WORLD_SIZE")
+
+
+def local_world_size() -> int:
+    """How many of them run on this machine."""
+    return _number("LOCAL_WORLD_SIZE") or 1
+
+
+def rank() -> int:
+    """Which of them this one is; 0 without a launcher."""
+    return _number("RANK") or 0
+
+
+def _number(variable: str) -> int | None:
+    text = os.environ.get(variable, "").strip()
+    if text and not text.isdecimal():
+        raise InputError(f"{variable}: found {text!r}, expected a number, as launchers set it")
+    return int(text) if text else None
