@@ -7,6 +7,7 @@ from tests.helpers.tiny import ROOT
 
 VECTORS = SHARED / "vectors" / "direct.json"
 LOSSES, SELECTION = "tests/direct/test_losses.py", "tests/rl/test_selection.py"
+OUTCOME = "tests/training/test_outcome.py"
 # (kind, convention) -> the tests that run its cases.
 TESTED = {
     ("preference_loss.dpo", "reduce=sum"): LOSSES,
@@ -28,7 +29,9 @@ TESTED = {
     ("rejection_sampling", "select=best-of-group"): SELECTION,
     ("policy_loss.raft", "select=best-of-group;agg=token-mean"): SELECTION,
     ("policy_loss.raft", "select=best-of-group;agg=seq-mean-token-mean"): SELECTION,
-    ("orm_ranking", "ties=half"): "tests/page/test_excerpts.py",
+    ("orm", "target=every-token"): OUTCOME,
+    ("orm", "target=last-token"): OUTCOME,
+    ("orm_ranking", "ties=half"): OUTCOME,
 }
 KTO = "its reference point couples all pairs of a batch, so micro-batches would change the gradient"
 TRL_PAIRS = "two samples a prompt, and a tie trains; here best and worst, and a tie is left out"
@@ -42,8 +45,6 @@ LEFT_OUT = {
     ("online_dpo", "pairs=first-two;ties=first-wins;loss=sigmoid"): TRL_PAIRS,
     ("online_dpo", "pairs=first-two;ties=first-wins;loss=ipo"): TRL_PAIRS,
     ("rejection_sampling", "select=best-of-all"): "the best of each group, as in the paper of RAFT",
-    ("orm", "target=every-token"): "there is no outcome reward model",
-    ("orm", "target=last-token"): "there is no outcome reward model",
     ("prm", "target=step-end"): "there is no process reward model",
 }
 
