@@ -1,21 +1,21 @@
 """Stage `train_rm`: a Bradley-Terry reward model on the SFT model's weights.
 
 Reads   data/preferences/{train,validation}.parquet, models/sft
-Knobs   rm, seed, nonfinite, device, precision, threads, attention, trust_remote_code
+Knobs   rm, seed, nonfinite, device, precision, threads, processes, attention, trust_remote_code
 Writes  models/rm (a sequence classifier with one label), a curve by step, figures on the validation
         pairs
 
 What a score counts in the reward is left to `score`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
 import torch
 
 from stages.base import params
-from stages.base.command import Stage, paths, say
+from stages.base.command import SharedStage, launched, paths, say
 from stages.base.contents import check_contents, check_positions, check_vocabulary
 from stages.base.files import replacing
 from stages.base.metrics import write_json
@@ -25,6 +25,7 @@ from stages.base.scratch import work_of
 from stages.base.tables import PAIRS, random_access
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.train_rm import Knobs
+from stages.models import processes
 from stages.models.checkpoints import new_scorer, save_model
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
@@ -45,13 +46,15 @@ from stages.training.supervised import Fit, Recipe
 from stages.training.tracking import tracking
 
 
-@click.command(cls=Stage)
+@click.command(cls=SharedStage)
 @paths("--train train_path", "--validation", "--sft", "--out", "--curve", "--figures")
 def train_rm(
     train_path: Path, validation: Path, sft: Path, out: Path, curve: Path, figures: Path
 ) -> None:
     """Train the reward model and validate it on held-out prompts."""
     knobs = params.load(Knobs)
+    if launched(knobs.processes, knobs.threads):
+        return
     trust = knobs.model.trust_remote_code
     largest = {path: check_contents(path, PAIRS) for path in (train_path, validation)}
     with random_access(train_path, PAIRS) as rows, random_access(validation, PAIRS) as held_out:
@@ -71,6 +74,8 @@ def train_rm(
         check_weights(scorer, "models/rm")
         with accelerator.autocast():
             found = validate(scorer, held_out, knobs)
+    if processes.number():
+        return  # the first one writes
     with replacing(out, folder=True) as folder:
         save_model(folder, scorer, tokenizer)
     found |= {"steps": len(steps), "skipped": sum(step["skipped"] for step in steps)}
@@ -92,7 +97,7 @@ def train(accelerator, scorer, rows, knobs: Knobs, log: Callable, saver=None) ->
     right: list[int] = []
 
     def accuracy(pairs: int) -> dict:
-        share = sum(right) / pairs
+        share = processes.total(sum(right)) / pairs
         right.clear()
         return {"accuracy": share}
 
@@ -134,12 +139,13 @@ def validate(scorer, rows, knobs: Knobs) -> dict:
 
     All are of pairs on held-out prompts.
     """
+
+    def scored(batch: Sequence[int]) -> list[torch.Tensor]:
+        return [side.cpu() for side in pair_scores(scorer, [rows[i] for i in batch])]
+
     sizes = (knobs.rm.train_batch_size, knobs.train_max_tokens, 2)
-    parts = [
-        pair_scores(scorer, [rows[i] for i in batch])
-        for batch in in_order(pair_lengths(rows), *sizes)
-    ]
-    chosen, rejected = (torch.cat(side).cpu() for side in zip(*parts, strict=True))
+    parts = processes.in_turn(scored, in_order(pair_lengths(rows), *sizes))
+    chosen, rejected = (torch.cat(side) for side in zip(*parts, strict=True))
     margin = torch.tensor([rows[i]["margin"] for i in range(len(rows))])
     return {
         "validation_accuracy": preference_accuracy(chosen, rejected),

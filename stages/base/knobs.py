@@ -59,6 +59,11 @@ Precision = choice(
 Threads = whole(
     "CPU threads of torch. Part of the result: another number changes the last bits.", ge=1
 )
+Processes = whole(
+    "Processes that share a training, each with `threads` of its own; on a machine with GPUs each"
+    " has one. Part of the result: another number changes the last bits.",
+    ge=1,
+)
 Attention = choice(
     "Attention implementation of transformers.", "sdpa", "eager", "flash_attention_2"
 )
@@ -186,8 +191,9 @@ class Reading(Compute):
 
 
 class Memory(Compute):
-    """What a training stage reads beside: memory against time, at the same gradients."""
+    """What a training stage reads beside: memory and processes against time."""
 
+    processes: Processes
     gradient_checkpointing: flag(
         "Keep no activations of layers and compute them anew in the backward pass: less memory, for"
         " one more forward pass. Prompts are then not shared."
