@@ -19,6 +19,7 @@ slow: .venv/installed
 
 bench: .venv/bench
 	python -m tests.benchmarks.run
+	python -m tests.benchmarks.run --long
 
 growth: .venv/bench
 	python -m tests.benchmarks.run --only growth --models tiny

@@ -21,8 +21,8 @@ from stages.base.errors import InputError
 TRACK = "RLHF_TRACK"
 SAVE_MINUTES = "RLHF_SAVE_MINUTES"
 SCRATCH = "RLHF_SCRATCH"
-LAUNCH = "RLHF_LAUNCH"
 VLLM = "RLHF_VLLM"
+LAUNCH = "RLHF_LAUNCH"
 
 # How a launcher tells processes of each other: an engine beside them is none of them.
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -50,33 +50,6 @@ def scratch_folder() -> Path:
     return Path(os.environ.get(SCRATCH, "").strip() or ".scratch")
 
 
-def launcher() -> list[str]:
-    """The words of a command that starts the processes of a stage; none for torch's own."""
-    return shlex.split(os.environ.get(LAUNCH, ""))
-
-
-def world_size() -> int | None:
-    """How many processes a launcher started for this stage; None where none did."""
-    return _number("WORLD_SIZE")
-
-
-def local_world_size() -> int:
-    """How many of them run on this machine."""
-    return _number("LOCAL_WORLD_SIZE") or 1
-
-
-def rank() -> int:
-    """Which of them this one is; 0 without a launcher."""
-    return _number("RANK") or 0
-
-
-def _number(variable: str) -> int | None:
-    text = os.environ.get(variable, "").strip()
-    if text and not text.isdecimal():
-        raise InputError(f"{variable}: found {text!r}, expected a number, as launchers set it")
-    return int(text) if text else None
-
-
 def vllm() -> str:
     """Where vLLM is: the path of an interpreter, or an address."""
     where = os.environ.get(VLLM, "").strip()
@@ -102,3 +75,30 @@ def engine_variables(threads: int, gpu: int | None) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
+
+
+def launcher() -> list[str]:
+    """The words of a command that starts the processes of a stage; none for torch's own."""
+    return shlex.split(os.environ.get(LAUNCH, ""))
+
+
+def world_size() -> int | None:
+    """How many processes a launcher started for this stage; None where none did."""
+    return _number("WORLD_SIZE")
+
+
+def local_world_size() -> int:
+    """How many of them run on this machine."""
+    return _number("LOCAL_WORLD_SIZE") or 1
+
+
+def rank() -> int:
+    """Which of them this one is; 0 without a launcher."""
+    return _number("RANK") or 0
+
+
+def _number(variable: str) -> int | None:
+    text = os.environ.get(variable, "").strip()
+    if text and not text.isdecimal():
+        raise InputError(f"{variable}: found {text!r}, expected a number, as launchers set it")
+    return int(text) if text else None
