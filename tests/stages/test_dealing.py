@@ -1,4 +1,4 @@
-"""Stages that only read models deal whole batches: any number of processes writes the same bytes."""
+"""Stages that only read models deal whole batches: any number of processes, the same bytes."""
 
 import importlib
 import shutil
