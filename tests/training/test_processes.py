@@ -30,6 +30,7 @@ RECIPE = Recipe(
     weight_decay=0.01,
     max_norm=1.0,
     nonfinite="stop",
+    train_max_tokens=None,
 )
 SAME = 5e-7  # relative: the order of sums apart
 
