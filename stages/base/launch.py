@@ -6,6 +6,7 @@ process runs the whole script; the first one writes and prints. An error is told
 process that met it first.
 """
 
+import io
 import logging
 import os
 import shutil
@@ -85,10 +86,17 @@ def end_of(codes: dict[int, int], processes: int) -> BaseException:
     return SystemExit(1)  # one of them has said why
 
 
+class Silent(io.TextIOBase):
+    """A file that keeps nothing of what is written to it."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
 def quieten() -> None:
     """Let a process that is not the first print nothing but errors."""
     if rank():
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        sys.stdout = Silent()
         warnings.simplefilter("ignore")
 
 
