@@ -76,6 +76,7 @@ WarmupSteps = whole("Optimizer steps over which the learning rate rises linearly
 WeightDecay = number("Decoupled weight decay of AdamW.", ge=0)
 MaxNorm = number("The gradient is scaled down to this global L2 norm.", gt=0)
 DropLast = flag("Leave out the last, partial optimizer step of an epoch.")
+PairLength = whole("Longest prompt and answer together, in tokens; longer answers are cut.", ge=2)
 ScoreBatchSize = whole("Completions (pairs) in one forward pass of scoring.", ge=1)
 Nonfinite = choice(
     "A NaN or infinite loss or gradient: stop (exit code 1, no model), or skip (leave that"

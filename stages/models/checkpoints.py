@@ -1,6 +1,7 @@
 """Model folders of the stages: Hugging Face files, float32 safetensors.
 
-Nothing here unpickles.
+Stages that train hold weights in float32. Those that only read a model load it in the precision
+that its products are made in. Nothing here unpickles.
 """
 
 import shutil
@@ -26,6 +27,8 @@ from stages.models.heads import scorer_class
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
+
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 # What transformers notes of how a tokenizer was loaded and then saves with it, though nothing reads
 # it again: HF_HUB_OFFLINE would change the bytes of a model.
@@ -62,11 +65,18 @@ def learn_padding(model: nn.Module) -> None:
 
 
 def load_policy(
-    folder: Path, attention: str, device: torch.device, trust: bool = False
+    folder: Path,
+    attention: str,
+    device: torch.device,
+    trust: bool = False,
+    precision: str = "float32",
 ) -> PreTrainedModel:
-    """A causal language model in float32 and evaluation mode; its own code needs `trust`."""
+    """A causal language model in evaluation mode; its own code needs `trust`.
+
+    `precision` is that of the weights: bf16 for stages that read the model and do not train it.
+    """
     check_causal(folder, _config(folder, trust).architectures)
-    policy = _load(AutoModelForCausalLM, folder, attention, device, trust)
+    policy = _load(AutoModelForCausalLM, folder, attention, device, trust, dtype=DTYPES[precision])
     try:
         check_head(policy)
     except ValueError as error:
@@ -86,11 +96,16 @@ def _config(folder: Path, trust: bool):
 
 
 def load_scorer(
-    folder: Path, attention: str, device: torch.device, trust: bool = False
+    folder: Path,
+    attention: str,
+    device: torch.device,
+    trust: bool = False,
+    precision: str = "float32",
 ) -> PreTrainedModel:
-    """A reward model or critic, with its one-value head `score`, in float32 and evaluation mode.
+    """A reward model or critic, with its one-value head `score`, in evaluation mode.
 
-    A folder without that head (a plain language model) is refused: its head would be random.
+    `precision` is that of the weights, as in `load_policy`. A folder without that head (a plain
+    language model) is refused: its head would be random.
     """
     check_folder(folder)
     with_head = [
@@ -102,7 +117,7 @@ def load_scorer(
     if not with_head:
         raise InputError(f"{folder}: no weight 'score.weight'; expected a reward model or critic")
     kind = scorer_class(_config(folder, trust))
-    scorer = _load(kind, folder, attention, device, trust)
+    scorer = _load(kind, folder, attention, device, trust, dtype=DTYPES[precision])
     if scorer.config.num_labels != 1:
         raise InputError(f"{folder}: {scorer.config.num_labels} labels, expected one score")
     return scorer
@@ -148,14 +163,15 @@ def _load(
     device: torch.device,
     trust: bool,
     new: Set[str] = frozenset(),
+    dtype: torch.dtype = torch.float32,
     **config,
 ) -> PreTrainedModel:
-    """A model in float32 and evaluation mode, all of whose weights but `new` lie in the folder."""
+    """A model in `dtype` and evaluation mode, all of whose weights but `new` lie in the folder."""
     architecture = _config(folder, trust).architectures
     try:
         model, found = auto.from_pretrained(
             folder,
-            dtype=torch.float32,
+            dtype=dtype,
             attn_implementation=attention,
             use_safetensors=True,
             output_loading_info=True,

@@ -14,7 +14,8 @@ CHANGES |= {"sft__drop_last": True, "nonfinite": "skip"}
 
 COMMANDS = {
     "train_sft": "--data data/sft.parquet --base models/base",
-    "train_rm": "--train data/pairs.parquet --validation data/pairs.parquet --sft models/base",
+    "train_rm": "--kind bradley_terry --train data/pairs.parquet"
+    " --validation data/pairs.parquet --sft models/base",
     "train_direct": "--train data/scored.parquet --validation data/scored.parquet"
     " --policy models/base",
 }
