@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from stages.base.bases import with_bases
 from stages.base.environment import scratch_folder
 from stages.base.files import remove, replacing
 
@@ -56,7 +57,7 @@ class Work:
     """
 
     def __init__(self, stage: str, inputs: Iterable[Path], facts: Mapping, rows: object = None):
-        self.stage, self.inputs, self._rows = stage, sorted(inputs), rows
+        self.stage, self.inputs, self._rows = stage, with_bases(inputs), rows
         self._facts = json.dumps(
             {"stage": stage, "facts": facts, "code": _code_loaded()}, sort_keys=True
         )

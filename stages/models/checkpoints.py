@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from stages.base.errors import BadKnob, InputError
 from stages.base.trust import PICKLES, check_own, files_of
+from stages.models.adapters import attach_adapters, base_of, has_adapters, save_adapters
 from stages.models.compute import all_finite
 from stages.models.forward import check_head, find_backbone
 from stages.models.heads import scorer_class
@@ -74,13 +75,17 @@ def load_policy(
     """A causal language model in evaluation mode; its own code needs `trust`.
 
     `precision` is that of the weights: bf16 for stages that read the model and do not train it.
+    Of a folder of adapters it is their base with them in it, frozen.
     """
-    check_causal(folder, _config(folder, trust).architectures)
-    policy = _load(AutoModelForCausalLM, folder, attention, device, trust, dtype=DTYPES[precision])
+    base = base_of(folder)
+    check_causal(base, _config(base, trust).architectures)
+    policy = _load(AutoModelForCausalLM, base, attention, device, trust, dtype=DTYPES[precision])
     try:
         check_head(policy)
     except ValueError as error:
         raise InputError(f"{folder}: {error}") from error
+    if base != folder:
+        attach_adapters(policy, folder)
     return policy
 
 
@@ -107,6 +112,10 @@ def load_scorer(
     `precision` is that of the weights, as in `load_policy`. A folder without that head (a plain
     language model) is refused: its head would be random.
     """
+    if (base := base_of(folder)) != folder:
+        scorer = _load_headless(base, attention, device, trust, DTYPES[precision])
+        attach_adapters(scorer, folder)
+        return scorer
     check_folder(folder)
     with_head = [
         name
@@ -131,15 +140,8 @@ def new_scorer(
     zero_head: bool = False,
 ) -> PreTrainedModel:
     """A scorer on a language model's weights, with a new head: from the global generator, or 0."""
-    scorer = _load(
-        scorer_class(_config(folder, trust)),
-        folder,
-        attention,
-        device,
-        trust,
-        {"score.weight"},
-        num_labels=1,
-    )
+    base = base_of(folder)
+    scorer = _load_headless(base, attention, device, trust)
     if not isinstance(getattr(scorer, "score", None), nn.Linear):
         raise InputError(
             f"{folder}: {type(scorer).__name__} has no linear head `score`; expected an"
@@ -148,7 +150,21 @@ def new_scorer(
         )
     if zero_head:
         nn.init.zeros_(scorer.score.weight)
+    if base != folder:
+        attach_adapters(scorer, folder, new_head=True)
     return scorer
+
+
+def _load_headless(
+    folder: Path,
+    attention: str,
+    device: torch.device,
+    trust: bool,
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """A scorer whose head may be new: that of a language model's folder."""
+    kind = scorer_class(_config(folder, trust))
+    return _load(kind, folder, attention, device, trust, {"score.weight"}, dtype, num_labels=1)
 
 
 def _names(file: Path) -> list[str]:
@@ -221,7 +237,8 @@ def open_as_others(folder: Path) -> None:
 def save_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
     """Write model and tokenizer into an existing folder, as `from_pretrained` reads them.
 
-    Code that the model came with goes along; how and where they were loaded does not.
+    Of a model with adapters these alone are written; the rest is in their base. Code that the model
+    came with goes along; how and where they were loaded does not.
     """
     if model.get_input_embeddings().num_embeddings < len(tokenizer):
         raise InputError(
@@ -231,7 +248,10 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
     model.config.pad_token_id = tokenizer.pad_token_id
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder)
+    if has_adapters(model):
+        save_adapters(folder, model)
+    else:
+        model.save_pretrained(folder)
     for name in HOW_LOADED:
         tokenizer.init_kwargs.pop(name, None)
     tokenizer.save_pretrained(folder)

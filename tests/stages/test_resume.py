@@ -58,10 +58,15 @@ def cut_off(monkeypatch, stage: str, name: str, after: int) -> None:
         assert isinstance(run(stage, name).exception, Cut)
 
 
+LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.3, "targets": "all-linear"}
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "adapters"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_training_cut_off_anywhere_ends_at_the_bytes_of_an_undisturbed_one(
-    project, stage, monkeypatch
+    project, stage, lora, monkeypatch
 ):
+    set_knobs(project, **{f"{section}__lora": lora for section in SECTIONS})
     assert run(stage, "whole").exit_code == 0
     assert not list(project.glob(".scratch/*"))
     for step in (1, 3, 5):
