@@ -4,8 +4,9 @@ Reads   data/buffers/round-k.parquet, the policy folder that the round starts fr
         new critic)
 Knobs   loss and all that belongs to it, seed, nonfinite, device, precision, threads, processes,
         attention, trust_remote_code
-Writes  models/policy/k (with trainer/: optimizer, critic, counters), data/updates/round-k.parquet
-        (what the update did to each completion), a curve by step, figures
+Writes  models/policy/k (under lora adapters alone; with trainer/: optimizer, critic, counters),
+        data/updates/round-k.parquet (what the update did to each completion), a curve by step,
+        figures
 
 The buffer is only read. Sampling again is left to the next round.
 """
@@ -18,6 +19,7 @@ import click
 import torch
 
 from stages.base import params
+from stages.base.bases import base_of
 from stages.base.command import SharedStage, launched, paths, progress, say
 from stages.base.contents import (
     check_contents,
@@ -25,14 +27,16 @@ from stages.base.contents import (
     check_provenance,
     check_vocabulary,
 )
-from stages.base.errors import InputError
+from stages.base.errors import BadKnob, InputError
 from stages.base.metrics import Means, write_json
 from stages.base.positions import positions_of
+from stages.base.randomness import seed_everything
 from stages.base.scratch import work_of
 from stages.base.tables import BUFFERS, UPDATES, Rows, random_access, write_table
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.optimize import Knobs
 from stages.models import processes
+from stages.models.adapters import make_trainable
 from stages.models.checkpoints import load_policy, load_scorer, new_scorer
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
@@ -212,7 +216,14 @@ def load_learner(
 ) -> tuple[Learner, TrainerState]:
     """Policy, critic where the objective needs one, optimizers as the last round left them."""
     state, trust = load_trainer(start), knobs.model.trust_remote_code
+    if state.optimizers and (base_of(start) != start) != (knobs.lora is not None):
+        was, told = ("whole", "set") if knobs.lora else ("by adapters", "null")
+        raise BadKnob(
+            "lora", f"is {told}, but {start} was trained {was}; expected its round to be run again"
+        )
     policy, critic = load_policy(start, knobs.attention, device, trust), None
+    seed_everything(knobs.seed, "optimize", "adapters", "policy")
+    make_trainable(policy, start, knobs.lora, "lora")
     if OBJECTIVES[knobs.loss].critic:
         critic = load_critic(start, reward_model, knobs, device)
     learner = Learner(policy, critic, {})
@@ -231,11 +242,15 @@ def load_critic(
 ) -> torch.nn.Module:
     """The last round's critic, or a new one from where the knob says."""
     trained, trust = load_trainer(start).critic, knobs.model.trust_remote_code
-    if trained is not None:
-        return load_scorer(trained, knobs.attention, device, trust)
-    if knobs.critic == "reward_model":
-        return load_scorer(reward_model, knobs.attention, device, trust)
-    return new_scorer(start, knobs.attention, device, trust, zero_head=True)
+    if trained is not None or knobs.critic == "reward_model":
+        folder = trained or reward_model
+        critic = load_scorer(folder, knobs.attention, device, trust)
+    else:
+        folder = start
+        critic = new_scorer(folder, knobs.attention, device, trust, zero_head=True)
+    seed_everything(knobs.seed, "optimize", "adapters", "critic")
+    make_trainable(critic, folder, knobs.lora, "lora")
+    return critic
 
 
 def pairs(learner: Learner) -> dict:

@@ -22,6 +22,7 @@ from stages.base.contents import check_contents, check_positions, check_vocabula
 from stages.base.files import replacing
 from stages.base.metrics import write_json
 from stages.base.positions import positions_of
+from stages.base.randomness import seed_everything
 from stages.base.scratch import work_of
 from stages.base.tables import SCORED_PAIRS, random_access
 from stages.base.tokenizers import load_tokenizer
@@ -29,6 +30,7 @@ from stages.direct.losses import LOSSES, LossKnobs
 from stages.direct.pairs import chosen_kl, losses, pair_log_probs, sums_of
 from stages.knobs.train_direct import Direct, Knobs
 from stages.models import processes
+from stages.models.adapters import make_trainable
 from stages.models.checkpoints import load_policy, save_model
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
@@ -58,6 +60,8 @@ def train_direct(
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         policy = load_policy(start, knobs.attention, accelerator.device, trust)
         tokenizer = load_tokenizer(start, trust)
+        seed_everything(knobs.seed, "train_direct", "adapters")
+        make_trainable(policy, start, knobs.direct.lora, "direct.lora")
         if knobs.gradient_checkpointing:
             recompute_layers(policy)
         for path, found in largest.items():

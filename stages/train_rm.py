@@ -30,6 +30,7 @@ from stages.base.tables import PAIRS, random_access, schema_of
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.train_rm import Knobs, Rm
 from stages.models import processes
+from stages.models.adapters import make_trainable
 from stages.models.checkpoints import new_scorer, save_model
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
@@ -74,6 +75,7 @@ def train_rm(
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         seed_everything(knobs.seed, "train_rm", "head")
         scorer = new_scorer(sft, knobs.attention, accelerator.device, trust)
+        make_trainable(scorer, sft, knobs.rm.lora, "rm.lora")
         tokenizer = load_tokenizer(sft, trust)
         if knobs.gradient_checkpointing:
             recompute_layers(scorer)

@@ -3,7 +3,8 @@
 Reads   data/sft.parquet, models/base
 Knobs   sft (training), seed, nonfinite, device, precision, threads, processes, attention,
         trust_remote_code
-Writes  models/sft, a curve of loss and learning rate by step, figures
+Writes  models/sft (adapters alone under sft.lora), a curve of loss and learning rate by step,
+        figures
 
 Masks and truncation were settled by `tokenize_sft`: a label of -100 is read and not learned.
 """
@@ -20,11 +21,13 @@ from stages.base.contents import check_contents, check_positions, check_vocabula
 from stages.base.files import replacing
 from stages.base.metrics import write_json
 from stages.base.positions import positions_of
+from stages.base.randomness import seed_everything
 from stages.base.scratch import work_of
 from stages.base.tables import SFT, random_access
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.train_sft import Knobs
 from stages.models import processes
+from stages.models.adapters import make_trainable
 from stages.models.checkpoints import load_policy, save_model
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
@@ -49,6 +52,8 @@ def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> 
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         policy = load_policy(base, knobs.attention, accelerator.device, trust)
         tokenizer = load_tokenizer(base, trust)
+        seed_everything(knobs.seed, "train_sft", "adapters")
+        make_trainable(policy, base, knobs.sft.lora, "sft.lora")
         if knobs.gradient_checkpointing:
             recompute_layers(policy)
         check_vocabulary(data, largest, vocabulary_of(policy), base)
@@ -69,12 +74,13 @@ def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> 
 
 def train(accelerator, policy, rows, knobs: Knobs, log: Callable, saver=None) -> list[dict]:
     """All epochs; returns one row of figures per optimizer step, each logged as it comes."""
+    knobs_of_sft = knobs.sft.model_dump(exclude={"lora"})
     recipe = Recipe(
         stage="train_sft",
         seed=knobs.seed,
         nonfinite=knobs.nonfinite,
         train_max_tokens=knobs.train_max_tokens,
-        **knobs.sft.model_dump(),
+        **knobs_of_sft,
     )
     fit = Fit(
         accelerator,

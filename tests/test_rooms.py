@@ -17,6 +17,7 @@ REGISTRIES = {("optimize.py", "rl"), ("train_direct.py", "direct")}
 
 # The modules that may open, list or write files; all others take and give values.
 DISK = {
+    "base/bases.py",
     "base/clones.py",
     "base/files.py",
     "base/kept.py",
@@ -28,6 +29,7 @@ DISK = {
     "base/tokenizers.py",
     "base/trust.py",
     "base/verifiers.py",
+    "models/adapters.py",
     "models/checkpoints.py",
     "models/trainer_state.py",
     "rows/formats.py",

@@ -210,9 +210,28 @@ class Memory(Compute):
     ]
 
 
+class Lora(Section):
+    """The shape of LoRA adapters."""
+
+    rank: Annotated[int, Field(ge=1)]
+    alpha: Annotated[float, Field(gt=0)]
+    dropout: Annotated[float, Field(ge=0, lt=1)]
+    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)]
+
+
+LoraKnob = Annotated[
+    Lora | None,
+    Field(
+        description="Train LoRA adapters alone (docs/lora.md): {rank: 16, alpha: 32, dropout: 0.0,"
+        " targets: all-linear}, or targets as a list of modules; null: train all weights."
+    ),
+]
+
+
 class Training(Section):
     """Supervised training of one model: SFT and reward model."""
 
+    lora: LoraKnob
     epochs: Epochs
     train_batch_size: TrainBatchSize
     batch_acc: BatchAcc

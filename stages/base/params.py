@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -41,6 +41,7 @@ def load(knobs: type[K], path: Path = PARAMS) -> K:
     problems += _missing_verifier(values, path.parent / SOURCE)
     problems += _misplaced_files(values, path.parent)
     problems += _negative_rewards(values)
+    problems += _adapters_that_part(values)
     if problems:
         lines = [f"{path}: {problem}" for problem in dict.fromkeys(problems)]
         raise InputError("\n  ".join(["bad parameters", *lines]))
@@ -155,8 +156,51 @@ def _negative_rewards(values: dict) -> Iterator[str]:
             )
 
 
+def _adapters_that_part(values: dict) -> Iterator[str]:
+    """Adapters that cannot be trained on by what starts from them, by shape or by base.
+
+    A base is models/base or models/sft, on which all stages depend that load adapters.
+    """
+    loras = {"lora": values.get("lora")} | {
+        f"{name}.lora": section.get("lora")
+        for name in ("sft", "rm", "direct")
+        if isinstance(section := values.get(name), dict)
+    }
+    starts = [(name, values.get(name)) for name in ("rounds", "branches")]
+    starts = [
+        (n, k, str(s)) for n, found in starts if isinstance(found, dict) for k, s in found.items()
+    ]
+    follows = [(key, "sft.lora") for key in ("lora", "rm.lora", "direct.lora")]
+    if values.get("loss") == "ppo" and values.get("critic") == "reward_model":
+        follows.append(("lora", "rm.lora"))
+    for name, key, start in starts:
+        mine = "lora" if name == "rounds" else "direct.lora"
+        for place, other in (("models/policy/", "lora"), ("models/direct/", "direct.lora")):
+            if not start.startswith(place) or mine == other:
+                continue
+            follows.append((mine, other))
+            if loras.get(mine) and not loras.get(other):
+                yield (
+                    f"{mine}: {name}.{key} starts from {start}, a whole model, and adapters need"
+                    f" models/base or models/sft below them; expected {other} to be set as well"
+                )
+    for key, other in dict.fromkeys(follows):
+        mine, theirs = loras.get(key), loras.get(other)
+        if isinstance(mine, dict) and isinstance(theirs, dict):
+            for name in mine.keys() & theirs.keys():
+                if mine[name] != theirs[name]:
+                    yield (
+                        f"{key}.{name}: found {mine[name]!r}, but {other} has {theirs[name]!r}, and"
+                        " its adapters are trained on; expected the same"
+                    )
+
+
 def _names(section: type[Section]) -> set[str]:
-    return {part for key in keys(section) for part in key.split(".")}
+    """Parts of its keys, and of those of a section that may be null (`lora.rank`)."""
+    inner = [kind for _, field in fields(section) for kind in get_args(field.annotation)]
+    optional = [kind for kind in inner if isinstance(kind, type) and issubclass(kind, Section)]
+    parts = {part for key in keys(section) for part in key.split(".")}
+    return parts.union(*(kind.model_fields for kind in optional))
 
 
 def _description(section: type[Section], key: str) -> str:

@@ -9,6 +9,7 @@ from stages.base.knobs import (
     Beta,
     Critic,
     LearningRate,
+    LoraKnob,
     Loss,
     MaxNewTokens,
     MaxNorm,
@@ -30,6 +31,7 @@ from stages.base.knobs import (
 class Knobs(Memory):
     seed: Seed
     nonfinite: Nonfinite
+    lora: LoraKnob
     loss: Loss
     loss_aggregation: choice(
         "How token losses become one number; default: as the objective defines it.",

@@ -1,6 +1,7 @@
 """Model folders of the stages: Hugging Face files, float32 safetensors.
 
-Nothing here unpickles.
+Stages that train hold weights in float32. Those that only read a model load it in the precision
+that its products are made in. Nothing here unpickles.
 """
 
 import shutil
@@ -19,6 +20,7 @@ from transformers.utils import logging
 
 from stages.base.errors import BadKnob, InputError
 from stages.base.trust import PICKLES, check_own, files_of
+from stages.models.adapters import attach_adapters, base_of, has_adapters, save_adapters
 from stages.models.compute import all_finite
 from stages.models.forward import check_head, find_backbone
 from stages.models.heads import scorer_class
@@ -26,6 +28,8 @@ from stages.models.heads import scorer_class
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
+
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 # What transformers notes of how a tokenizer was loaded and then saves with it, though nothing reads
 # it again: HF_HUB_OFFLINE would change the bytes of a model.
@@ -62,15 +66,26 @@ def learn_padding(model: nn.Module) -> None:
 
 
 def load_policy(
-    folder: Path, attention: str, device: torch.device, trust: bool = False
+    folder: Path,
+    attention: str,
+    device: torch.device,
+    trust: bool = False,
+    precision: str = "float32",
 ) -> PreTrainedModel:
-    """A causal language model in float32 and evaluation mode; its own code needs `trust`."""
-    check_causal(folder, _config(folder, trust).architectures)
-    policy = _load(AutoModelForCausalLM, folder, attention, device, trust)
+    """A causal language model in evaluation mode; its own code needs `trust`.
+
+    `precision` is that of the weights: bf16 for stages that read the model and do not train it.
+    Of a folder of adapters it is their base with them in it, frozen.
+    """
+    base = base_of(folder)
+    check_causal(base, _config(base, trust).architectures)
+    policy = _load(AutoModelForCausalLM, base, attention, device, trust, dtype=DTYPES[precision])
     try:
         check_head(policy)
     except ValueError as error:
         raise InputError(f"{folder}: {error}") from error
+    if base != folder:
+        attach_adapters(policy, folder)
     return policy
 
 
@@ -86,12 +101,21 @@ def _config(folder: Path, trust: bool):
 
 
 def load_scorer(
-    folder: Path, attention: str, device: torch.device, trust: bool = False
+    folder: Path,
+    attention: str,
+    device: torch.device,
+    trust: bool = False,
+    precision: str = "float32",
 ) -> PreTrainedModel:
-    """A reward model or critic, with its one-value head `score`, in float32 and evaluation mode.
+    """A reward model or critic, with its one-value head `score`, in evaluation mode.
 
-    A folder without that head (a plain language model) is refused: its head would be random.
+    `precision` is that of the weights, as in `load_policy`. A folder without that head (a plain
+    language model) is refused: its head would be random.
     """
+    if (base := base_of(folder)) != folder:
+        scorer = _load_headless(base, attention, device, trust, DTYPES[precision])
+        attach_adapters(scorer, folder)
+        return scorer
     check_folder(folder)
     with_head = [
         name
@@ -102,7 +126,7 @@ def load_scorer(
     if not with_head:
         raise InputError(f"{folder}: no weight 'score.weight'; expected a reward model or critic")
     kind = scorer_class(_config(folder, trust))
-    scorer = _load(kind, folder, attention, device, trust)
+    scorer = _load(kind, folder, attention, device, trust, dtype=DTYPES[precision])
     if scorer.config.num_labels != 1:
         raise InputError(f"{folder}: {scorer.config.num_labels} labels, expected one score")
     return scorer
@@ -116,15 +140,8 @@ def new_scorer(
     zero_head: bool = False,
 ) -> PreTrainedModel:
     """A scorer on a language model's weights, with a new head: from the global generator, or 0."""
-    scorer = _load(
-        scorer_class(_config(folder, trust)),
-        folder,
-        attention,
-        device,
-        trust,
-        {"score.weight"},
-        num_labels=1,
-    )
+    base = base_of(folder)
+    scorer = _load_headless(base, attention, device, trust)
     if not isinstance(getattr(scorer, "score", None), nn.Linear):
         raise InputError(
             f"{folder}: {type(scorer).__name__} has no linear head `score`; expected an"
@@ -133,7 +150,21 @@ def new_scorer(
         )
     if zero_head:
         nn.init.zeros_(scorer.score.weight)
+    if base != folder:
+        attach_adapters(scorer, folder, new_head=True)
     return scorer
+
+
+def _load_headless(
+    folder: Path,
+    attention: str,
+    device: torch.device,
+    trust: bool,
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """A scorer whose head may be new: that of a language model's folder."""
+    kind = scorer_class(_config(folder, trust))
+    return _load(kind, folder, attention, device, trust, {"score.weight"}, dtype, num_labels=1)
 
 
 def _names(file: Path) -> list[str]:
@@ -148,14 +179,15 @@ def _load(
     device: torch.device,
     trust: bool,
     new: Set[str] = frozenset(),
+    dtype: torch.dtype = torch.float32,
     **config,
 ) -> PreTrainedModel:
-    """A model in float32 and evaluation mode, all of whose weights but `new` lie in the folder."""
+    """A model in `dtype` and evaluation mode, all of whose weights but `new` lie in the folder."""
     architecture = _config(folder, trust).architectures
     try:
         model, found = auto.from_pretrained(
             folder,
-            dtype=torch.float32,
+            dtype=dtype,
             attn_implementation=attention,
             use_safetensors=True,
             output_loading_info=True,
@@ -205,7 +237,8 @@ def open_as_others(folder: Path) -> None:
 def save_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
     """Write model and tokenizer into an existing folder, as `from_pretrained` reads them.
 
-    Code that the model came with goes along; how and where they were loaded does not.
+    Of a model with adapters these alone are written; the rest is in their base. Code that the model
+    came with goes along; how and where they were loaded does not.
     """
     if model.get_input_embeddings().num_embeddings < len(tokenizer):
         raise InputError(
@@ -215,7 +248,10 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
     model.config.pad_token_id = tokenizer.pad_token_id
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder)
+    if has_adapters(model):
+        save_adapters(folder, model)
+    else:
+        model.save_pretrained(folder)
     for name in HOW_LOADED:
         tokenizer.init_kwargs.pop(name, None)
     tokenizer.save_pretrained(folder)

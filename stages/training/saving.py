@@ -87,7 +87,7 @@ class Saver:
 
 
 def tensors_of(models: Models) -> dict[str, Tensor]:
-    """Weights, moments and the random generators of all processes, each a tensor of its own."""
+    """Trained weights, moments and the generators of all processes, each a tensor of its own."""
     own = {"random/cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         own["random/cuda"] = torch.cuda.get_rng_state()
@@ -97,11 +97,16 @@ def tensors_of(models: Models) -> dict[str, Tensor]:
         for key, generator in generators.items()
     }
     for name, (optimizer, model) in models.items():
-        for key, weight in model.named_parameters():
+        for key, weight in trained(model):
             found[f"{name}/weight/{key}"] = weight.detach()
             for entry, value in optimizer.state.get(weight, {}).items():
                 found[f"{name}/{entry}/{key}"] = value
     return {key: value.cpu().clone() for key, value in found.items()}
+
+
+def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, weight) of what is trained; frozen weights are as they were loaded."""
+    return ((key, weight) for key, weight in model.named_parameters() if weight.requires_grad)
 
 
 @torch.no_grad()
@@ -112,7 +117,7 @@ def restore(models: Models, tensors: Mapping[str, Tensor]) -> None:
     if f"random/cuda{own}" in tensors:
         torch.cuda.set_rng_state(tensors[f"random/cuda{own}"])
     for name, (optimizer, model) in models.items():
-        for key, weight in model.named_parameters():
+        for key, weight in trained(model):
             weight.copy_(tensors[f"{name}/weight/{key}"])
             for entry in ("step", "exp_avg", "exp_avg_sq"):
                 if (value := tensors.get(f"{name}/{entry}/{key}")) is not None:

@@ -15,14 +15,21 @@ from stages.text.messages import kind_of
 START = re.compile(r"--(?:policy|sft|base) (\S+)")
 
 
+ADAPTERS = "adapter_config.json"
+
+
 def is_model(path: Path) -> bool:
-    return (path / "config.json").is_file()
+    return any((path / name).is_file() for name in ("config.json", ADAPTERS))
 
 
 def describe(folder: Path) -> dict[str, str]:
-    """Label -> text: architecture, parameters by dtype, vocabulary, training state, origin."""
-    config = _object(folder / "config.json", "a model's configuration")
-    found = {"architecture": ", ".join(config.get("architectures") or ["unknown"])}
+    """Label -> text: architecture, parameters by dtype, vocabulary, training state, origin.
+
+    Of adapters also their shape and their base, whose architecture it is.
+    """
+    base, adapters = adapters_of(folder)
+    config = _object(base / "config.json", "a model's configuration")
+    found = adapters | {"architecture": ", ".join(config.get("architectures") or ["unknown"])}
     shape = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     found["shape"] = ", ".join(f"{name} {config[name]}" for name in shape if name in config)
     sizes = parameters(folder)
@@ -37,6 +44,25 @@ def describe(folder: Path) -> dict[str, str]:
         found["trained"] = f"rounds {rounds}; {kept.get('step')} optimizer steps; {critic} a critic"
     found["origin"] = " <- ".join(lineage(folder)) or "no dvc.lock above names this folder"
     return found
+
+
+def adapters_of(folder: Path) -> tuple[Path, dict[str, str]]:
+    """(where config.json lies, what there is to say of adapters): the base of a folder of adapters.
+
+    Its path is seen from here, or from the repository that the folder lies in.
+    """
+    if not (folder / ADAPTERS).is_file():
+        return folder, {}
+    told = _object(folder / ADAPTERS, "what peft keeps of adapters")
+    named = str(told.get("base_model_name_or_path"))
+    homes = [Path(), *folder.resolve().parents]
+    base = next((home / named for home in homes if (home / named).is_dir()), None)
+    if base is None:
+        raise InputError(f"{folder}: its adapters are for {named}, which is not there")
+    targets = told.get("target_modules")
+    on = ", ".join(targets) if isinstance(targets, list) else targets
+    shape = f"LoRA of rank {told.get('r')}, alpha {told.get('lora_alpha')}, on {on}"
+    return base, {"adapters": shape, "base": named}
 
 
 def _object(file: Path, expected: str) -> dict:

@@ -172,8 +172,18 @@ class Round:
         self.wanted, self.cursor, self.steps, self.knobs = prompts, 0, 0, knobs
 
     def sample(self, number: int) -> list[dict]:
-        with self.accelerator.autocast():
-            rows = list(self.engine.rows(self.prompts, number, self.cursor, self.wanted, 0))
+        """A round's rows, from weights in the precision that the stage loads them in."""
+        from copy import deepcopy
+        from dataclasses import replace
+
+        from stages.models.checkpoints import DTYPES
+        from stages.models.packing import packed
+
+        exact = self.knobs.precision == "float32"
+        reader = self.policy if exact else deepcopy(self.policy).to(DTYPES[self.knobs.precision])
+        engine = replace(self.engine, policy=reader)  # counts into the same object
+        with self.accelerator.autocast(), packed(reader):
+            rows = list(engine.rows(self.prompts, number, self.cursor, self.wanted, 0))
         self.cursor = self.engine.counts.cursor
         return rows
 
@@ -193,7 +203,7 @@ class Round:
 
 def grpo(args) -> dict:
     """Rounds of sampling and one update each; the reward is the exact match, as the peer's is."""
-    run, sampling, learning = Round(args.prompts), [], []
+    run, sampling, learning, learned = Round(args.prompts), [], [], []
     for number in range(1, args.steps + 1):
         start = time.perf_counter()
         rows = run.sample(number)
@@ -204,6 +214,7 @@ def grpo(args) -> dict:
         tokens = sum(len(row["completion_ids"]) for row in rows)
         sampling.append((middle - start, tokens / (middle - start)))
         learning.append(time.perf_counter() - middle)
+        learned.append(tokens / learning[-1])
     half = args.steps // 2
     update = statistics.median(learning[half:])
     return {
@@ -211,6 +222,7 @@ def grpo(args) -> dict:
         "rollout_tokens_s": statistics.median(rate for _, rate in sampling[half:]),
         "optimize_s": update,
         "optimize_completions_s": len(rows) / update,
+        "optimize_tokens_s": statistics.median(learned[half:]),
     }
 
 

@@ -14,9 +14,11 @@ from safetensors.torch import load_file
 from stages.base import command, params
 from stages.base.chunks import chunks
 from stages.base.environment import SAVE_MINUTES
+from stages.base.randomness import seed_everything
 from stages.base.tables import BUFFERS, ROLLOUTS, read_provenance
 from stages.knobs.optimize import Knobs as OptimizeKnobs
 from stages.knobs.rollout import Knobs as RolloutKnobs
+from stages.models.adapters import adapter_weights, make_trainable
 from stages.models.checkpoints import load_policy, load_scorer, new_scorer, save_model
 from stages.models.scorers import reference_log_probs, scores_and_values
 from stages.models.trainer_state import (
@@ -81,6 +83,7 @@ KNOBS = {
     "weight_decay": 0.01,
     "beta": 0.05,
 }
+LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.3, "targets": "all-linear"}
 ODD_RULE = "def share(text, answer, entry):\n    return len(set(text)) / 7 % 1\n"
 
 
@@ -188,6 +191,10 @@ def in_memory(tokenizer) -> Memory:
         critic = new_scorer(Path("models/sft"), "sdpa", CPU, zero_head=True)
     else:
         critic = load_scorer(Path("models/rm"), "sdpa", CPU)
+    seed_everything(learning.seed, "optimize", "adapters", "policy")
+    make_trainable(policy, Path("models/sft"), learning.lora, "lora")
+    seed_everything(learning.seed, "optimize", "adapters", "critic")
+    make_trainable(critic, Path("models/sft"), learning.lora, "lora")
     models = {"policy": policy} | ({"critic": critic} if chosen.objective.critic else {})
     optimizers = {name: adamw(m, 1.0, learning.weight_decay) for name, m in models.items()}
     memory = Memory(policy, models.get("critic"), optimizers, [], [])
@@ -227,24 +234,34 @@ def curve_of(k: int) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    "loss, critic, kind",
+    "loss, critic, kind, lora",
     [
-        ("grpo", "policy", "llama"),
-        ("grpo", "reward_model", "gpt2"),
-        ("ppo", "policy", "llama"),
-        ("ppo", "reward_model", "llama"),
-        ("ppo", "reward_model", "gpt2"),
+        ("grpo", "policy", "llama", None),
+        ("grpo", "reward_model", "gpt2", None),
+        ("ppo", "policy", "llama", None),
+        ("ppo", "reward_model", "llama", None),
+        ("ppo", "reward_model", "gpt2", None),
+        ("grpo", "policy", "gpt2", LORA),
+        ("ppo", "policy", "llama", LORA),
+        ("ppo", "reward_model", "llama", LORA),
     ],
 )
-def test_three_rounds_through_the_stages_are_one_long_run_bit_for_bit(loss, critic, kind, project):
-    prepare(project, kind, loss=loss, critic=critic)
+def test_three_rounds_through_the_stages_are_one_long_run_bit_for_bit(
+    loss, critic, kind, lora, project
+):
+    prepare(project, kind, loss=loss, critic=critic, lora=lora)
     before_optimize = through_files()
     memory = in_memory(byte_tokenizer())
 
     found = load_policy(Path("models/policy/3"), "sdpa", CPU)
     assert same_weights(weights_of(found), weights_of(memory.policy))
     start = weights_of(load_policy(Path("models/sft"), "sdpa", CPU))
-    assert not any(torch.equal(weight, start[name]) for name, weight in weights_of(found).items())
+    if lora is None:
+        weights = weights_of(found).items()
+        assert not any(torch.equal(weight, start[name]) for name, weight in weights)
+    else:
+        assert all(weight.any() for weight in adapter_weights(found).values())
+        assert not Path("models/policy/3/model.safetensors").exists()
 
     trainer = load_trainer(Path("models/policy/3"))
     assert (trainer.step, trainer.rounds) == (12, [1, 2, 3])
@@ -352,7 +369,10 @@ def optimize_words(out: str) -> list[str]:
     return [*words.split(), "--figures", f"{out}/figures.json"]
 
 
-@pytest.mark.parametrize("changes", [{"loss": "ppo"}, {"loss": "grpo", "target_kl": 1e-9}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"loss": "ppo"}, {"loss": "grpo", "target_kl": 1e-9}, {"loss": "ppo", "lora": LORA}],
+)
 def test_a_round_that_is_cut_off_goes_on_and_ends_at_the_same_bytes(project, monkeypatch, changes):
     """With PPO's critic, or where the KL stops the epochs: the check is made where it was due."""
     prepare(project, "llama", **changes)
