@@ -11,7 +11,6 @@ resample text.
 
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -74,7 +73,7 @@ def rollout(
         for rows in engine.batches(prompts, round_number, start, wanted, tries):
             yield rows, asdict(engine.counts)
 
-    with sampler or nullcontext(), kept.watching(), accelerator.autocast(), packed(model):
+    with kept.watching(), accelerator.autocast(), sampler or packed(model):
         rows = (row for rows, _ in kept.rows("rows", ROLLOUTS, rest) for row in rows)
         total = knobs.prompts_per_step * knobs.num_rollouts
         rows = tally.watch(progress(rows, f"rollout {round_number}", total))
