@@ -17,13 +17,14 @@ import click
 
 from stages.base import params
 from stages.base.chunks import chunks
-from stages.base.command import Stage, paths, progress, say
+from stages.base.command import SharedStage, launched, paths, progress, say
 from stages.base.kept import Kept
 from stages.base.metrics import Means, write_json
 from stages.base.scratch import work_of
 from stages.base.tables import EVALUATIONS, write_table
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.evaluate import Knobs
+from stages.models import processes
 from stages.models.checkpoints import load_policy
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.packing import packed
@@ -33,11 +34,13 @@ from stages.rollouts.rewards import Rules, find_verifier
 from stages.rollouts.sampling import Completion, Sampling
 
 
-@click.command(cls=Stage)
+@click.command(cls=SharedStage)
 @paths("--policy", "--task", "--source", "--out", "--figures")
 def evaluate(policy: Path, task: Path, source: Path, out: Path, figures: Path) -> None:
     """Answer held-out prompts and check the answers."""
     knobs = params.load(Knobs)
+    if launched(params.processes(), knobs.threads):
+        return
     trust = knobs.model.trust_remote_code
     sys.path.insert(0, str(source))
     verify = find_verifier(knobs.verifier, knobs.verifier_pattern)
@@ -61,7 +64,10 @@ def evaluate(policy: Path, task: Path, source: Path, out: Path, figures: Path) -
                 yield row
 
     with kept.watching(), accelerator.autocast(), packed(model):
-        write_table(out, EVALUATIONS, rows(), {"stage": "evaluate", "policy": str(policy)})
+        answers = rows()
+        if processes.follow(answers):
+            return
+        write_table(out, EVALUATIONS, answers, {"stage": "evaluate", "policy": str(policy)})
     found = {
         "accuracy_sampled": sampled.of("accuracy"),
         "accuracy_greedy": greedy.of("accuracy"),
@@ -85,8 +91,8 @@ def answer_rows(model, tokenizer, verify, prompts, knobs: Knobs, done: int) -> I
     at_once = groups_at_once(chosen.batch_size, chosen.samples)
     shape, means = (chosen.samples, knobs.max_new_tokens), Means()
     parts = chunks(range(done * at_once, len(prompts)), at_once)
-    bar = progress(parts, "evaluate", math.ceil(len(prompts) / at_once), done)
-    for numbers in bar:
+
+    def answers_of(numbers: list[int]) -> list[dict]:
         asked = [prompts[i] for i in numbers]
         greedy = sample_groups(model, asked, None, sampling)
         draws = draws_of(knobs.seed, "evaluate", 0, numbers, shape)
@@ -94,12 +100,18 @@ def answer_rows(model, tokenizer, verify, prompts, knobs: Knobs, done: int) -> I
         rows = []
         for prompt, first, others in zip(asked, greedy, sampled, strict=True):
             for number, completion in enumerate([*first, *others]):
-                row = answer_row(tokenizer, rules, knobs.verifier, prompt, number, completion)
-                means.add(accuracy=row["correct"])
-                rows.append(row)
+                rows.append(
+                    answer_row(tokenizer, rules, knobs.verifier, prompt, number, completion)
+                )
+        return rows
+
+    answers = processes.in_turn(answers_of, parts)
+    bar = progress(answers, "evaluate", math.ceil(len(prompts) / at_once), done)
+    for rows in bar:
         yield rows
-        answers = [completion for group in [*greedy, *sampled] for completion in group]
-        bar.tell(sum(len(completion.ids) for completion in answers), **means.known())
+        for row in rows:
+            means.add(accuracy=row["correct"])
+        bar.tell(sum(len(row["completion_ids"]) for row in rows), **means.known())
 
 
 def answer_row(

@@ -11,14 +11,13 @@ resample text.
 
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from stages.base import params
-from stages.base.command import Bar, Stage, paths, progress, say
+from stages.base.command import Bar, SharedStage, launched, paths, progress, say
 from stages.base.environment import vllm
 from stages.base.errors import InputError
 from stages.base.kept import Kept
@@ -27,6 +26,7 @@ from stages.base.scratch import work_of
 from stages.base.tables import ROLLOUTS, write_table
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.rollout import Knobs
+from stages.models import processes
 from stages.models.checkpoints import load_policy
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.packing import packed
@@ -40,7 +40,7 @@ from stages.rollouts.vllm_client import VllmSampler
 RULES = ("reward_correctness", "reward_format", "reward_length")
 
 
-@click.command(cls=Stage)
+@click.command(cls=SharedStage)
 @click.option("--round", "round_number", type=click.IntRange(min=1), required=True)
 @paths("--policy", "--task", "--source", "--out", "--figures")
 def rollout(
@@ -48,6 +48,9 @@ def rollout(
 ) -> None:
     """Sample one round of completions."""
     knobs = params.load(Knobs)
+    several = params.processes() if knobs.sampler != "vllm" else 1  # vLLM shares its own work
+    if launched(several, knobs.threads):
+        return
     trust = knobs.model.trust_remote_code
     sys.path.insert(0, str(source))
     rules = make_rules(knobs)
@@ -70,10 +73,12 @@ def rollout(
         for rows in engine.batches(prompts, round_number, start, wanted, tries):
             yield rows, asdict(engine.counts)
 
-    with sampler or nullcontext(), kept.watching(), accelerator.autocast(), packed(model):
+    with kept.watching(), accelerator.autocast(), sampler or packed(model):
         rows = (row for rows, _ in kept.rows("rows", ROLLOUTS, rest) for row in rows)
         total = knobs.prompts_per_step * knobs.num_rollouts
         rows = tally.watch(progress(rows, f"rollout {round_number}", total))
+        if processes.follow(rows):
+            return
         provenance = {"stage": "rollout", "round": round_number, "policy": str(policy)}
         provenance |= {"sampler": knobs.sampler} if sampler else {}
         write_table(

@@ -21,7 +21,7 @@ import pyarrow as pa
 from accelerate import Accelerator
 
 from stages.base import params
-from stages.base.command import Stage, paths, progress, say
+from stages.base.command import SharedStage, launched, paths, progress, say
 from stages.base.contents import (
     Largest,
     check_contents,
@@ -41,6 +41,7 @@ from stages.base.tables import (
     write_table,
 )
 from stages.knobs.score import Knobs
+from stages.models import processes
 from stages.models.checkpoints import load_policy, load_scorer
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
@@ -48,13 +49,15 @@ from stages.models.scorers import by_parts, reference_log_probs, scores_and_valu
 from stages.models.trainer_state import load_trainer
 
 
-@click.command(cls=Stage)
+@click.command(cls=SharedStage)
 @paths("--rollouts", "--policy", "--reward-model", "--reference", "--out", "--figures")
 def score(
     rollouts: Path, policy: Path, reward_model: Path, reference: Path, out: Path, figures: Path
 ) -> None:
     """Score one round of completions."""
     knobs = params.load(Knobs)
+    if launched(params.processes(), knobs.threads):
+        return
     largest = check_contents(rollouts, ROLLOUTS)
     provenance = check_provenance(rollouts, "prompt_cursor")
     accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
@@ -63,6 +66,8 @@ def score(
     models = Measurement(rollouts, largest, knobs, accelerator, kept)
     with kept.watching():
         columns = models.columns(policy, reward_model, reference)
+    if processes.number():
+        return  # the first one writes
     means = Means()
     rows = buffer_rows(rollouts, columns, knobs.rewards.model_dump(), means)
     count = write_table(out, BUFFERS, rows, provenance | {"stage": "score"})
@@ -145,15 +150,18 @@ class Measurement:
         with open_table(self.rollouts, ROLLOUTS) as file:
             total = math.ceil(file.metadata.num_rows / size)
 
+        def rows_of(batch: pa.RecordBatch) -> tuple[int, list[dict]]:
+            found = by_parts(measure, batch.to_pylist(), self.knobs.forward_max_tokens)
+            rows = [dict(zip(columns, values, strict=True)) for values in zip(*found, strict=True)]
+            lists = (batch["prompt_ids"], batch["completion_ids"])
+            return sum(len(ids.flatten()) for ids in lists), rows
+
         def rest(done: int, _) -> Iterator[tuple[list[dict], dict]]:
             batches = islice(iterate_batches(self.rollouts, ROLLOUTS, size), done, None)
-            bar = progress(batches, name, total, done)
-            for batch in bar:
-                found = by_parts(measure, batch.to_pylist(), self.knobs.forward_max_tokens)
-                measured = zip(*found, strict=True)
-                yield [dict(zip(columns, values, strict=True)) for values in measured], {}
-                lists = (batch["prompt_ids"], batch["completion_ids"])
-                bar.tell(sum(len(ids.flatten()) for ids in lists))
+            bar = progress(processes.in_turn(rows_of, batches), name, total, done)
+            for tokens, rows in bar:
+                yield rows, {}
+                bar.tell(tokens)
 
         schema = pa.schema([BUFFERS.field(column) for column in columns])
         with self.accelerator.autocast():

@@ -14,9 +14,10 @@ from itertools import islice
 from pathlib import Path
 
 import click
+import pyarrow as pa
 
 from stages.base import params
-from stages.base.command import Stage, paths, progress, say
+from stages.base.command import SharedStage, launched, paths, progress, say
 from stages.base.contents import check_contents, check_positions, check_vocabulary
 from stages.base.kept import Kept
 from stages.base.metrics import write_json
@@ -24,6 +25,7 @@ from stages.base.positions import positions_of
 from stages.base.scratch import work_of
 from stages.base.tables import PAIRS, SCORED_PAIRS, iterate_batches, open_table, write_table
 from stages.knobs.score_pairs import Knobs
+from stages.models import processes
 from stages.models.checkpoints import load_policy
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
@@ -32,7 +34,7 @@ from stages.models.scorers import by_parts, reference_log_probs
 SIDES = ("chosen", "rejected")
 
 
-@click.command(cls=Stage)
+@click.command(cls=SharedStage)
 @paths("--train", "--validation", "--reference")
 @paths("--train-out", "--validation-out", "--figures")
 def score_pairs(
@@ -45,6 +47,8 @@ def score_pairs(
 ) -> None:
     """Write the reference's log-probs beside each pair."""
     knobs = params.load(Knobs)
+    if launched(params.processes(), knobs.threads):
+        return
     accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
     trust = knobs.model.trust_remote_code
     model = load_policy(reference, knobs.attention, accelerator.device, trust, knobs.precision)
@@ -63,13 +67,16 @@ def score_pairs(
             sizes = (knobs.score_batch_size, knobs.forward_max_tokens)
             rows = scored(model, pairs, sizes, name, sums, kept)
             provenance = {"stage": "score_pairs", "reference": str(reference)}
-            write_table(out, SCORED_PAIRS, rows, provenance)
+            if not processes.follow(rows):
+                write_table(out, SCORED_PAIRS, rows, provenance)
         found |= {
             f"{name}_pairs": sums["pairs"],
             f"{name}_chosen_log_prob": sums["chosen"] / sums["pairs"],
             f"{name}_rejected_log_prob": sums["rejected"] / sums["pairs"],
             f"{name}_chosen_likelier": sums["right"] / sums["pairs"],
         }
+    if processes.number():
+        return  # the first one writes
     write_json(figures, found)
     kept.done()
     say(found)
@@ -109,8 +116,8 @@ def batches(
     with open_table(path, PAIRS) as file:
         total = math.ceil(file.metadata.num_rows / batch_size)
     pairs = islice(iterate_batches(path, PAIRS, batch_size), done, None)
-    bar = progress(pairs, name, total, done)
-    for batch in bar:
+
+    def scored_rows(batch: pa.RecordBatch) -> list[dict]:
         rows = batch.to_pylist()
         for side in SIDES:
             answers = [
@@ -120,6 +127,10 @@ def batches(
             (found,) = by_parts(measure, answers, limit)
             for row, log_probs in zip(rows, found, strict=True):
                 row[f"log_probs_ref_{side}"] = log_probs
+        return rows
+
+    bar = progress(processes.in_turn(scored_rows, pairs), name, total, done)
+    for rows in bar:
         yield rows
         bar.tell(len(rows), "pairs")
 

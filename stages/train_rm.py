@@ -36,8 +36,7 @@ from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
 from stages.models.recompute import recompute_layers
 from stages.models.scorers import scores, state_values
-from stages.training.batching import in_order, pair_lengths
-from stages.training.bradley_terry import (
+from stages.reward.bradley_terry import (
     bradley_terry_loss,
     calibration,
     calibration_error,
@@ -45,8 +44,9 @@ from stages.training.bradley_terry import (
     preference_accuracy,
     tie_share,
 )
-from stages.training.labelled import SCHEMAS, Completions, open_completions
-from stages.training.outcome import EVERY_TOKEN, auc, judged, outcome_losses, ranking
+from stages.reward.labelled import SCHEMAS, Completions, open_completions
+from stages.reward.outcome import EVERY_TOKEN, auc, judged, outcome_losses, ranking
+from stages.training.batching import in_order, pair_lengths
 from stages.training.saving import Saver
 from stages.training.steps import check_weights
 from stages.training.supervised import Fit, Recipe

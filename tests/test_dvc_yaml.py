@@ -197,6 +197,17 @@ def test_a_stage_reads_params_yaml_through_its_own_knobs_alone(script, imports):
     assert calls == ["Knobs"]
 
 
+# Stages that follow `processes` without depending on it: they deal whole batches, and any number of
+# processes gives the same bytes (tests/stages/test_dealing.py), so that another runs none of them.
+FOLLOW = {"rollout", "score", "score_pairs", "evaluate"}
+
+
+def test_the_stages_that_follow_a_knob_without_depending_on_it_are_listed():
+    found = {s for s in KNOBS if "params.processes()" in (ROOT / f"stages/{s}.py").read_text()}
+    assert found == FOLLOW
+    assert not any("processes" in keys(KNOBS[script]) for script in FOLLOW)
+
+
 def test_every_stage_says_in_words_what_it_does():
     assert [name for name, stage in BODIES.items() if not stage.get("desc")] == []
 

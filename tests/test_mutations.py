@@ -169,7 +169,7 @@ FAULTS = [
     ),
     Fault(
         "reward model prefers the rejected",
-        "stages/training/bradley_terry.py",
+        "stages/reward/bradley_terry.py",
         "gap = chosen - rejected\n    if margin",
         "gap = rejected - chosen\n    if margin",
         "tests/training/test_bradley_terry.py",

@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.tiny import ROOT
 from tools.sync_dvc import imports_of
 
-ORDER = "base text rows models training rollouts sources rl direct page viewer".split()
+ORDER = "base text rows models training reward rollouts sources rl direct page viewer".split()
 ROOMS = sorted(p.name for p in (ROOT / "stages").iterdir() if p.is_dir() and list(p.glob("*.py")))
 MODULES = sorted((ROOT / "stages").rglob("*.py"))
 
@@ -32,7 +32,6 @@ DISK = {
     "models/adapters.py",
     "models/checkpoints.py",
     "models/trainer_state.py",
-    "rollouts/vllm_client.py",  # what it tells the engine and hears of it
     "rows/formats.py",
     "rows/readers.py",
     "sources/published.py",

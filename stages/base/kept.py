@@ -15,7 +15,7 @@ import click
 import pyarrow as pa
 
 from stages.base.command import on_signals
-from stages.base.environment import save_seconds
+from stages.base.environment import rank, save_seconds
 from stages.base.scratch import Work, clear, drop, read_part, write_part
 from stages.base.tables import exact
 
@@ -59,7 +59,7 @@ class Kept:
             place = f"goes on after batch {done} of {name} ({self._saved / 60:.1f} min saved)"
             click.echo(f"{self.work.stage}: {place}")
         for batch, values in rest(done, last):
-            if self.seconds:
+            if self.seconds and not rank():  # of several processes the first one keeps them
                 self._add(name, pack(batch), values)
             yield batch, values
 

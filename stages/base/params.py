@@ -48,6 +48,15 @@ def load(knobs: type[K], path: Path = PARAMS) -> K:
     return knobs.model_validate(_select(knobs, values))
 
 
+def processes(path: Path = PARAMS) -> int:
+    """The knob `processes`, once `load` has checked it, for stages that do not depend on it.
+
+    They deal whole batches to the processes: any number gives the same bytes, so another one must
+    not make them run again.
+    """
+    return read(path)["processes"]
+
+
 def read(path: Path = PARAMS) -> dict:
     """Read YAML 1.2: 1e-5 is a number and no is text, as for DVC itself."""
     try:

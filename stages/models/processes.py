@@ -4,6 +4,7 @@ Each runs the same script and comes to the same calls in the same order. A singl
 nothing, and what it gives comes back as it is.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -73,6 +74,13 @@ def in_turn(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[R
         own = [work(item) for item in turn[number() : number() + 1]]
         for found in gathered(own):
             yield from found
+
+
+def follow(rows: Iterable) -> bool:
+    """Take part in making rows that the first process writes; False, and nothing done, there."""
+    if number():
+        deque(rows, maxlen=0)
+    return number() > 0
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:

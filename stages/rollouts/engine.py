@@ -7,7 +7,7 @@ size changes no sample.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from stages.base.chunks import chunks, within
 from stages.base.randomness import shuffled
+from stages.models import processes
 from stages.rollouts.sampling import Completion, Sampling, sample, uniforms
 
 
@@ -95,28 +96,44 @@ class Engine:
     ) -> Iterator[list[dict]]:
         """`rows`, as lists of those that were sampled together, after what `start` counts.
 
-        `counts` holds what became of the groups up to the batch that was yielded last.
+        Batches are whole, also where a few groups more would do: what stands behind the last group
+        that is wanted is left out, and its prompts come again. So the bytes of a batch depend on
+        nothing before it, and several processes sample batches side by side. `counts` holds what
+        became of the groups up to the batch that was yielded last.
         """
         counts, limit = self.counts, wanted * max(1, tries)
         vars(counts).update(vars(start))
         at_once = groups_at_once(self.batch_size, self.num_rollouts)
-        while counts.kept < wanted and counts.tried < limit:
-            size = min(at_once, wanted - counts.kept, limit - counts.tried)
-            positions = range(counts.cursor, counts.cursor + size)
-            chosen = [prompts[prompt_at(p, len(prompts), self.seed)] for p in positions]
-            groups = self._sample(chosen, round_number, positions)
+        left = range(counts.cursor, counts.cursor + limit - counts.tried)
+        parts = chunks(left if counts.kept < wanted else (), at_once)
+        sample = partial(self._groups, prompts, round_number)
+        for groups in processes.in_turn(sample, parts):
             rows = []
-            for prompt, completions in zip(chosen, groups, strict=True):
-                group = self._rows_of_group(prompt, completions, round_number, counts.kept)
+            for group in groups:
+                if counts.kept == wanted:
+                    break
                 scores = {row["reward_correctness"] for row in group} - {None}
                 if tries and len(scores) < 2:
                     counts.dropped += 1
                     counts.unscored += not scores
                 else:
+                    rows += [row | {"group": counts.kept} for row in group]
                     counts.kept += 1
-                    rows += group
-            counts.cursor += size
+                counts.cursor += 1
             yield rows
+            if counts.kept == wanted:
+                return
+
+    def _groups(
+        self, prompts: Sequence[Prompt], round_number: int, positions: Sequence[int]
+    ) -> list[list[dict]]:
+        """The rows of the groups at some positions of the prompt order, not yet numbered."""
+        chosen = [prompts[prompt_at(p, len(prompts), self.seed)] for p in positions]
+        groups = self._sample(chosen, round_number, positions)
+        return [
+            self._rows_of_group(prompt, completions, round_number)
+            for prompt, completions in zip(chosen, groups, strict=True)
+        ]
 
     def _sample(
         self, prompts: Sequence[Prompt], round_number: int, positions: Sequence[int]
@@ -128,16 +145,14 @@ class Engine:
         draws = draws_of(self.seed, "rollout", round_number, positions, shape)
         return sample_groups(self.policy, prompts, draws, self.sampling)
 
-    def _rows_of_group(
-        self, prompt: Prompt, completions, round_number: int, group: int
-    ) -> list[dict]:
+    def _rows_of_group(self, prompt: Prompt, completions, round_number: int) -> list[dict]:
         rows = []
         for number, completion in enumerate(completions):
             text = self.decode(completion.ids)
             rows.append(
                 {
                     "round": round_number,
-                    "group": group,
+                    "group": None,
                     "sample": number,
                     "prompt_index": prompt.index,
                     "prompt": prompt.text,

@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stages.base.chunks import chunks
-from stages.base.environment import VLLM, engine_variables
+from stages.base.environment import VLLM, engine_variables, world_size
 from stages.base.errors import InputError
 from stages.base.randomness import derive
 from stages.models.compute import vocabulary_of
@@ -77,7 +77,7 @@ class VllmSampler:
         Each row has a seed of its own by round, position and number, as each of our own draws has.
         """
         if self.source is None:
-            self.source = connect(self.where, self.options, self.threads, self.policy.device)
+            self.source = reach(self.where, self.options, self.threads, self.policy.device)
             self.check_policy([prompt.ids for prompt in prompts[:TRIED]])
         numbers = range(self.num_rollouts)
         ids = [prompt.ids for prompt in prompts for _ in numbers]
@@ -164,12 +164,18 @@ def check_rows(where: str, rows: list[dict], count: int, asked: dict, vocabulary
             )
 
 
-def connect(where: str, options: dict, threads: int, device: torch.device) -> "Engines | Server":
-    """Start engines under the interpreter `where`, one a GPU, or reach the server at an address."""
+def reach(where: str, options: dict, threads: int, device: torch.device) -> "Engines | Server":
+    """Start engines under the interpreter `where`, or reach the server at an address.
+
+    One engine on each GPU that is seen; on its own alone where this is one of several processes.
+    """
     if where.startswith(("http://", "https://")):
         return Server(where)
-    count = torch.cuda.device_count() if device.type == "cuda" else 0
-    environments = [engine_variables(threads, gpu) for gpu in range(count) or [None]]
+    gpus = [None]
+    if device.type == "cuda":
+        alone = world_size() is None
+        gpus = list(range(torch.cuda.device_count())) if alone else [device.index]
+    environments = [engine_variables(threads, gpu) for gpu in gpus]
     return Engines(where, options, environments)
 
 

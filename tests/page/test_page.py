@@ -115,6 +115,24 @@ def test_a_chosen_answer_that_became_less_likely_is_said_in_words(after, said):
     assert said is None or said in text
 
 
+def test_reward_models_stand_side_by_side_where_there_is_more_than_the_default_one():
+    usual = {"name": "rm", "kind": "bradley_terry", "data": "data/preferences/train.parquet"}
+    names = ("validation_accuracy", "validation_ties", "calibration_error", "outcome_accuracy")
+    names += tuple(f"{of}_{what}" for of in ("outcome", "buffer") for what in ("auc", "ranking"))
+    usual |= dict.fromkeys((*names, "outcome_best", "buffer_best")) | {"validation_accuracy": 0.875}
+    further = usual | {"name": "o", "kind": "outcome", "data": "data/buffers/round-1.parquet"}
+    further |= {"validation_accuracy": 0.625, "outcome_auc": 0.9375, "buffer_auc": 0.8125}
+    assert 'id="rewards"' not in page(replace(run_of(CHAIN), reward_models=[usual]))
+    text = page(replace(run_of(CHAIN), reward_models=[usual, further]))
+    parsed(text)
+    rows = re.findall(r"<tr>.*?</tr>", text.split('id="rewards"')[1].split("</table>")[0])
+    assert "models/rm" in rows[1] and "0.875" in rows[1] and "bradley terry" in rows[1]
+    assert "models/reward/o" in rows[2] and "0.625" in rows[2]
+    assert "0.938" in rows[2] and "0.812" in rows[2]
+    alone = page(replace(run_of(CHAIN), reward_models=[usual | {"kind": "outcome"}]))
+    assert 'id="rewards"' in alone
+
+
 def test_what_was_not_measured_has_no_chart_and_no_place_in_the_headline():
     run = run_of(CHAIN, known=False)
     text = page(run)

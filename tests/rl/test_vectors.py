@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from stages.models.log_probs import token_entropy, token_log_probs
+from stages.reward.bradley_terry import bradley_terry_loss, preference_accuracy
 from stages.rl.advantages import (
     gae,
     group_advantages,
@@ -21,7 +22,6 @@ from stages.rl.advantages import (
 from stages.rl.kl import kl_estimate, kl_penalty
 from stages.rl.objectives import OBJECTIVES, Clip, ratio_diagnostics, token_weights, value_loss
 from stages.rollouts.rewards import overlong_penalty
-from stages.training.bradley_terry import bradley_terry_loss, preference_accuracy
 from tests.helpers.shared import SHARED
 
 VECTORS = SHARED / "vectors/public.json"

@@ -14,7 +14,7 @@ from stages.base.errors import InputError
 from stages.base.randomness import derive
 from stages.rollouts.engine import Engine, Prompt
 from stages.rollouts.sampling import Sampling
-from stages.rollouts.vllm_client import Engines, Server, VllmSampler, check_rows, connect
+from stages.rollouts.vllm_client import Engines, Server, VllmSampler, check_rows, reach
 from tests.helpers import fake_vllm
 from tests.helpers.models import VOCABULARY, llama, plain_log_probs, saved
 
@@ -84,7 +84,7 @@ def test_completions_have_the_log_probs_of_the_policy_and_those_of_the_sampler(k
 def test_log_probs_are_stated_at_the_sampling_temperature(python):
     policy, sampling = llama(), Sampling(1.7, 1.0, 0, 0.0, 6, STOPS)
     made = sampler(python, policy, sampling=sampling)
-    made.source = connect(python, OPTIONS, 1, policy.device)
+    made.source = reach(python, OPTIONS, 1, policy.device)
     with made:
         (group,) = made(PROMPTS[:1], 1, range(1))
     for row in group:

@@ -15,9 +15,9 @@ from stages.base.tables import BUFFERS, LABELLED, PAIRS, ROLLOUTS, write_table
 from stages.base.tokenizers import load_tokenizer
 from stages.models.checkpoints import load_scorer
 from stages.models.scorers import scores
+from stages.reward.labelled import open_completions
 from stages.tokenize_labelled import tokenize_labelled
 from stages.train_rm import outcome_loss, train_rm
-from stages.training.labelled import open_completions
 from tests.helpers.models import (
     buffer_row,
     byte_tokenizer,

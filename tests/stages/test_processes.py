@@ -69,7 +69,7 @@ def run(stage: str, name: str, **more) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize("stage", ["train_sft", "train_rm", "train_direct", "optimize"])
 def test_a_stage_of_two_processes_writes_what_one_writes(project, stage):
     for processes in (1, 2):
-        knobs = {"loss": "ppo", "ppo_epochs": 2, "train_batch_size": 3, "threads": 1}
+        knobs = {"loss": "ppo", "ppo_epochs": 2, "train_batch_size": 3, "rm__lr": 5e-4}
         set_knobs(project, processes=processes, **knobs)
         done = run(stage, f"of{processes}")
         assert done.returncode == 0, done.stderr

@@ -148,6 +148,7 @@ def saved_states(folder: str, cut: bool) -> tuple[list[dict], dict]:
     records = list(fit(model, recipe).steps(saver))
     if not processes.number():
         saver.done()
+    processes.gathered("done")  # a stage would end here
     return records, weights_of(model)
 
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from stages.training.bradley_terry import (
+from stages.reward.bradley_terry import (
     bradley_terry_loss,
     calibration,
     calibration_error,

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from stages.training.outcome import auc, judged, outcome_losses, ranking
+from stages.reward.outcome import auc, judged, outcome_losses, ranking
 from tests.helpers.shared import SHARED, needs
 
 VECTORS = SHARED / "vectors" / "direct.json"
