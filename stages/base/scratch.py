@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from stages.base.bases import with_bases
 from stages.base.environment import scratch_folder
 from stages.base.files import remove, replacing
 
