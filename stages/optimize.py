@@ -2,8 +2,8 @@
 
 Reads   data/buffers/round-k.parquet, the policy folder that the round starts from, models/rm (for a
         new critic)
-Knobs   loss and all that belongs to it, seed, nonfinite, device, precision, threads, attention,
-        trust_remote_code
+Knobs   loss and all that belongs to it, seed, nonfinite, device, precision, threads, processes,
+        attention, trust_remote_code
 Writes  models/policy/k (under lora adapters alone; with trainer/: optimizer, critic, counters),
         data/updates/round-k.parquet (what the update did to each completion), a curve by step,
         figures
@@ -20,7 +20,7 @@ import torch
 
 from stages.base import params
 from stages.base.bases import base_of
-from stages.base.command import Stage, paths, progress, say
+from stages.base.command import SharedStage, launched, paths, progress, say
 from stages.base.contents import (
     check_contents,
     check_positions,
@@ -35,6 +35,7 @@ from stages.base.scratch import work_of
 from stages.base.tables import BUFFERS, UPDATES, Rows, random_access, write_table
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.optimize import Knobs
+from stages.models import processes
 from stages.models.adapters import make_trainable
 from stages.models.checkpoints import load_policy, load_scorer, new_scorer
 from stages.models.compute import accelerator as make_accelerator
@@ -53,7 +54,7 @@ from stages.training.steps import adamw, check_weights
 from stages.training.tracking import tracking
 
 
-@click.command(cls=Stage)
+@click.command(cls=SharedStage)
 @click.option("--round", "round_number", type=click.IntRange(min=1), required=True)
 @paths("--buffer", "--policy start", "--reward-model", "--out", "--updates", "--curve", "--figures")
 def optimize(
@@ -68,6 +69,8 @@ def optimize(
 ) -> None:
     """Optimize the policy over one buffer."""
     knobs = params.load(Knobs)
+    if launched(knobs.processes, knobs.threads):
+        return
     settings = make_settings(knobs, round_number)
     largest = check_contents(buffer, BUFFERS)
     cursor = check_provenance(buffer, "prompt_cursor")["prompt_cursor"]
@@ -85,6 +88,8 @@ def optimize(
             steps = take_steps(learning, state.step, knobs, log, saver)
         for name, (_, model) in pairs(learner).items():
             check_weights(model, name)
+        if processes.number():
+            return  # the first one writes
         found = round_figures(targets, learning.stats, steps, settings)
         provenance = {"stage": "optimize", "round": round_number, "policy": str(start)}
         provenance |= {"loss": knobs.loss}

@@ -21,11 +21,25 @@ from stages.base.command import Stage, paths, say
 from stages.base.errors import MissingFile
 from stages.base.files import replacing
 from stages.base.metrics import growing_curve, read_json, write_json
-from stages.knobs.report import Knobs
+from stages.knobs.report import Knobs, RewardModel
 from stages.page.excerpts import answers, changed_prompts, completions, telling_groups
 from stages.page.page import Run, definitions, page, spread
 
 EVALUATED = ("accuracy_sampled", "accuracy_greedy", "length", "finished")
+REWARD_MODEL = (
+    "validation_accuracy",
+    "validation_ties",
+    "calibration_error",
+    "outcome_accuracy",
+    "outcome_auc",
+    "outcome_ranking",
+    "outcome_best",
+    "outcome_right",
+    "outcome_completions",
+    "buffer_auc",
+    "buffer_ranking",
+    "buffer_best",
+)
 PROMPTS, GROUPS = 4, 2  # shown at either end
 
 
@@ -60,6 +74,8 @@ def report(
     found = {number: read_round(figures, number) for number in [0, *rounds]}
     table = [round_row(number, stages) for number, stages in found.items()]
     branches = [branch_row(figures, name, start) for name, start in knobs.branches.items()]
+    rewards = [reward_model_row(figures, "rm", knobs.rm)]
+    rewards += [reward_model_row(figures, *pair) for pair in knobs.reward_models.items()]
     sft, rm = read_json(figures / "train_sft.json"), read_json(figures / "train_rm.json")
     with replacing(metrics, folder=True) as folder:
         training = {f"sft_{name}": sft[name] for name in ("loss_first", "loss_last")}
@@ -73,6 +89,9 @@ def report(
         for row in branches:
             known = {name: value for name, value in row.items() if value is not None}
             write_json(folder / f"direct-{known.pop('branch')}.json", known)
+        for row in rewards[1:]:
+            known = {name: value for name, value in row.items() if value is not None}
+            write_json(folder / f"reward-{known.pop('name')}.json", known)
     with replacing(plots, folder=True) as folder:
         write_json(folder / "rounds.json", table)  # an undefined figure of a CSV is drawn as 0
         with growing_curve(folder / "steps.csv") as add:
@@ -90,6 +109,7 @@ def report(
         params=params.read(),
         definitions=definitions(meanings.read_text(encoding="utf-8")),
         branches=branches,
+        reward_models=rewards,
     )
     with replacing(pages, folder=True) as folder:
         (folder / "index.html").write_text(page(run), encoding="utf-8", newline="\n")
@@ -128,6 +148,14 @@ def branch_row(figures: Path, name: str, start: str) -> dict:
     shown = [key for key in trained if key not in ("validation_pairs", "pairs", "steps", "skipped")]
     row = {"branch": name, "start": start} | {key: evaluated[key] for key in EVALUATED}
     return row | {f"pairs_{key}": trained[key] for key in shown}
+
+
+def reward_model_row(figures: Path, name: str, source: RewardModel) -> dict:
+    """Figures of models/rm (`rm`), or of a further reward model."""
+    path = figures / ("train_rm.json" if name == "rm" else f"train_reward/{name}.json")
+    trained = read_json(path)
+    row = {"name": name, "kind": source.kind, "data": source.data}
+    return row | {name: trained.get(name) for name in REWARD_MODEL}
 
 
 def details(stages: dict[str, dict]) -> dict:

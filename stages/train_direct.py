@@ -1,14 +1,15 @@
 """Stage `train_direct@x`: direct alignment (DPO and kin) of a policy on scored pairs.
 
 Reads   data/direct/x/{train,validation}.parquet, the policy that branch x starts from
-Knobs   direct, seed, nonfinite, device, precision, threads, attention, trust_remote_code
+Knobs   direct, seed, nonfinite, device, precision, threads, processes, attention,
+        trust_remote_code
 Writes  models/direct/x, a curve by step, figures on the validation pairs before and after
 
 The reference's log-probs come from `score_pairs`. Answers to held-out prompts are left to
 `evaluate_direct`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import click
 import torch
 
 from stages.base import params
-from stages.base.command import Stage, paths, say
+from stages.base.command import SharedStage, launched, paths, say
 from stages.base.contents import check_contents, check_positions, check_vocabulary
 from stages.base.files import replacing
 from stages.base.metrics import write_json
@@ -28,6 +29,7 @@ from stages.base.tokenizers import load_tokenizer
 from stages.direct.losses import LOSSES, LossKnobs
 from stages.direct.pairs import chosen_kl, losses, pair_log_probs, sums_of
 from stages.knobs.train_direct import Direct, Knobs
+from stages.models import processes
 from stages.models.adapters import make_trainable
 from stages.models.checkpoints import load_policy, save_model
 from stages.models.compute import accelerator as make_accelerator
@@ -42,13 +44,15 @@ from stages.training.tracking import tracking
 FIGURES = ("chosen_log_prob", "rejected_log_prob", "chosen_reward", "rejected_reward", "accuracy")
 
 
-@click.command(cls=Stage)
+@click.command(cls=SharedStage)
 @paths("--train train_path", "--validation", "--policy start", "--out", "--curve", "--figures")
 def train_direct(
     train_path: Path, validation: Path, start: Path, out: Path, curve: Path, figures: Path
 ) -> None:
     """Train a policy on pairs, without a reward model."""
     knobs = params.load(Knobs)
+    if launched(knobs.processes, knobs.threads):
+        return
     trust = knobs.model.trust_remote_code
     scored = SCORED_PAIRS
     largest = {path: check_contents(path, scored) for path in (train_path, validation)}
@@ -75,6 +79,8 @@ def train_direct(
         with accelerator.autocast():
             after = validate(policy, held_out, knobs)
             after["kl_ref"] = mean_kl(policy, reference, held_out, knobs)
+    if processes.number():
+        return  # the first one writes
     with replacing(out, folder=True) as folder:
         save_model(folder, policy, tokenizer)
     found = {f"{name}_before": before[name] for name in ("loss", *FIGURES)} | after
@@ -109,7 +115,8 @@ def train(accelerator, policy, rows, knobs: Knobs, log: Callable, saver=None) ->
         return losses(pairs, loss, loss_knobs(direct), direct.nll_weight).sum() / divisor
 
     def means(pairs: int) -> dict:
-        found = {name: sum(part[name] for part in parts) / pairs for name in FIGURES}
+        sums = {name: sum(part[name] for part in parts) for name in FIGURES}
+        found = {name: processes.total(sums[name]) / pairs for name in FIGURES}
         parts.clear()
         return found
 
@@ -123,18 +130,24 @@ def validate(policy, rows, knobs: Knobs) -> dict[str, float]:
     """Mean loss and figures over the held-out pairs."""
     direct = knobs.direct
     loss, total = LOSSES[direct.loss], dict.fromkeys(("loss", *FIGURES), 0.0)
-    for numbers in pair_batches(rows, knobs):
+
+    def sums(numbers: Sequence[int]) -> dict[str, float]:
         pairs = pair_log_probs(policy, [rows[i] for i in numbers], loss.reference)
         found = losses(pairs, loss, loss_knobs(direct), direct.nll_weight)
-        part = sums_of(pairs, loss, direct.beta) | {"loss": found.double().sum().item()}
+        return sums_of(pairs, loss, direct.beta) | {"loss": found.double().sum().item()}
+
+    for part in processes.in_turn(sums, pair_batches(rows, knobs)):
         total = {name: total[name] + part[name] for name in total}
     return {name: value / len(rows) for name, value in total.items()}
 
 
 def mean_kl(policy, reference, rows, knobs: Knobs) -> float:
     """KL(policy || reference) per token of the held-out chosen answers, in nats."""
-    batches = pair_batches(rows, knobs)
-    total = sum(chosen_kl(policy, reference, [rows[i] for i in batch]) for batch in batches)
+
+    def kl(batch: Sequence[int]) -> float:
+        return chosen_kl(policy, reference, [rows[i] for i in batch])
+
+    total = sum(processes.in_turn(kl, pair_batches(rows, knobs)))
     return total / sum(rows.lengths("chosen_ids"))
 
 

@@ -1,7 +1,8 @@
 """Stage `train_sft`: supervised fine-tuning of the base model.
 
 Reads   data/sft.parquet, models/base
-Knobs   sft (training), seed, nonfinite, device, precision, threads, attention, trust_remote_code
+Knobs   sft (training), seed, nonfinite, device, precision, threads, processes, attention,
+        trust_remote_code
 Writes  models/sft (adapters alone under sft.lora), a curve of loss and learning rate by step,
         figures
 
@@ -15,7 +16,7 @@ import click
 import torch
 
 from stages.base import params
-from stages.base.command import Stage, paths, say
+from stages.base.command import SharedStage, launched, paths, say
 from stages.base.contents import check_contents, check_positions, check_vocabulary
 from stages.base.files import replacing
 from stages.base.metrics import write_json
@@ -25,6 +26,7 @@ from stages.base.scratch import work_of
 from stages.base.tables import SFT, random_access
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.train_sft import Knobs
+from stages.models import processes
 from stages.models.adapters import make_trainable
 from stages.models.checkpoints import load_policy, save_model
 from stages.models.compute import accelerator as make_accelerator
@@ -37,11 +39,13 @@ from stages.training.supervised import Fit, Recipe
 from stages.training.tracking import tracking
 
 
-@click.command(cls=Stage)
+@click.command(cls=SharedStage)
 @paths("--data", "--base", "--out", "--curve", "--figures")
 def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> None:
     """Fine-tune the base model on labelled tokens."""
     knobs = params.load(Knobs)
+    if launched(knobs.processes, knobs.threads):
+        return
     trust = knobs.model.trust_remote_code
     largest = check_contents(data, SFT)
     with random_access(data, SFT) as rows:
@@ -58,6 +62,8 @@ def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> 
         with saver.watching(), tracking("train_sft", knobs.model_dump(), curve) as log:
             steps = train(accelerator, policy, rows, knobs, log, saver)
         check_weights(policy, "models/sft")
+    if processes.number():
+        return  # the first one writes
     with replacing(out, folder=True) as folder:
         save_model(folder, policy, tokenizer)
     found = summary(steps)

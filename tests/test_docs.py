@@ -113,7 +113,7 @@ def test_the_settings_of_a_command_make_valid_knobs(line, tmp_path):
     file = tmp_path / "params.yaml"
     file.write_bytes((ROOT / "params.yaml").read_bytes())
     before = flat(plain(file))
-    words = [re.sub(r"^(loss=\w+),.*", r"\1", word) for word in settings(line)]
+    words = [re.sub(r"^([\w.]*loss=\w+),.*", r"\1", word) for word in settings(line)]
     apply_overrides(file, words)
     assert flat(plain(file)) != before or words == ["loss=grpo"]
     params.load(params.all_knobs()["report"], file)

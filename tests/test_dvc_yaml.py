@@ -73,10 +73,10 @@ def test_at_most_five_modules_that_a_costly_stage_does_not_run_make_it_stale(nam
 
 
 def test_code_dependencies_are_rooms_and_few():
-    """Counted over the default pipeline; a branch has three stages more."""
-    branches = {n for n, s in DOCUMENT["stages"].items() if s.get("foreach") == "${branches}"}
+    """Counted over the default pipeline."""
+    optional = {n for n, s in DOCUMENT["stages"].items() if s.get("foreach") in OF_OPTIONAL}
     code = {n: [d for d in s["deps"] if d.startswith("stages/")] for n, s in BODIES.items()}
-    assert sum(len(deps) for name, deps in code.items() if name not in branches) <= 100
+    assert sum(len(deps) for name, deps in code.items() if name not in optional) <= 100
     deps = [dep for stage in code.values() for dep in stage]
     single = [d for d in deps if d.endswith(".py")]
     assert {str(Path(d).parent) for d in single} == {"stages", "stages/knobs"}
@@ -133,8 +133,9 @@ def test_a_template_is_a_dependency_of_the_stage_that_fills_it():
 
 # By hand: who must run again after an edit, room by room.
 SAMPLE = {"rollout", "evaluate", "evaluate_sft", "evaluate_direct"}
-READ_ROWS = SAMPLE | {"prepare_task", "tokenize_sft", "tokenize_preferences"}
-TRAIN = {"train_sft", "train_rm", "optimize", "train_direct"}
+TOKENIZE = {"tokenize_sft", "tokenize_preferences", "tokenize_labelled"}
+READ_ROWS = SAMPLE | TOKENIZE | {"prepare_task"}
+TRAIN = {"train_sft", "train_rm", "train_reward", "optimize", "train_direct"}
 SCORE = {"score", "score_pairs"}
 EDITS = {
     "stages/base/params.py": set(BODIES),
@@ -252,9 +253,18 @@ def test_no_output_is_kept_out_of_the_run_cache():
 # From here on: DVC itself, on a copy whose outputs are made up.
 
 
-def params_with_a_branch(**changes) -> dict:
-    """Small knobs with one branch, so that every stage of dvc.yaml is there."""
-    return small_params(**{"branches": {"dpo": "models/sft"}} | changes)
+# What adds the stages that are not there by default.
+OPTIONAL = {
+    "branches": {"dpo": "models/sft"},
+    "reward_models": {"o": {"kind": "outcome", "data": "data/rollouts/round-1.parquet"}},
+    "labelled": {"mine": "data/source/mine.jsonl"},
+}
+OF_OPTIONAL = {f"${{{name}}}": list(values) for name, values in OPTIONAL.items()}
+
+
+def params_with_all_stages(**changes) -> dict:
+    """Small knobs, with every stage of dvc.yaml."""
+    return small_params(**OPTIONAL | changes)
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +274,8 @@ def committed(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("repository")
     copy_of_working_tree(folder)
-    write(folder / "params.yaml", params_with_a_branch())
+    write(folder / "params.yaml", params_with_all_stages())
+    (folder / "data" / "source" / "mine.jsonl").write_text("made up\n")
     with chdir(folder), Repo() as repo:
         for stage in repo.index.stages:
             for out in stage.outs:
@@ -358,13 +369,13 @@ def dependencies(committed, monkeypatch):
 
 
 def keys_of_file(values: dict) -> set[str]:
-    """Dotted keys of params.yaml; `task.config`, `rounds` and `branches` are one knob each."""
-    whole = ("rounds", "branches", "task.config")
+    """Dotted keys of params.yaml; `task.config`, `rounds` and their like are one knob each."""
+    whole = ("rounds", "task.config", *OPTIONAL)
     return {next((w for w in whole if key.startswith(w)), key) for key in flat(values)}
 
 
 def test_each_key_in_turn_makes_exactly_the_stages_stale_that_read_it(committed, dependencies):
-    path, values, seen = committed / "params.yaml", params_with_a_branch(), {}
+    path, values, seen = committed / "params.yaml", params_with_all_stages(), {}
     params = [
         (stage, dep) for stage, dep in dependencies if isinstance(dep, param.ParamsDependency)
     ]
@@ -379,7 +390,8 @@ def test_each_key_in_turn_makes_exactly_the_stages_stale_that_read_it(committed,
             assert found.pop("report") == {key.split(".")[0]}
             assert set().union(*found.values()) <= {key}
             seen[key] = {stage for stage, changes in found.items() if changes}
-    assert seen.pop("rounds") == seen.pop("branches") == set()
+    for key in ("rounds", "rm.kind", "rm.data", *OPTIONAL):  # dvc.yaml reads them, no stage
+        assert seen.pop(key) == set()
     assert seen == readers()
     assert len(seen) > 100
 
@@ -407,7 +419,7 @@ def test_each_module_in_turn_makes_exactly_the_stages_stale_that_declare_it(
     [
         ("ppo_epochs", 2, {"optimize"}),
         ("temperature", 0.8, {"rollout", "score", "optimize"}),
-        ("rm__lr", 1e-5, {"train_rm"}),
+        ("rm__lr", 1e-5, {"train_rm", "train_reward"}),
         ("rewards__reward_model", None, {"score"}),
         ("preferences__validation_share", 0.5, {"split_preferences"}),
         ("evaluate__samples", 9, {"evaluate", "evaluate_sft", "evaluate_direct"}),
@@ -422,10 +434,10 @@ def test_one_key_changed_makes_every_round_of_its_stages_stale_and_no_other(
 ):
     path = committed / "params.yaml"
     with Changed(path):
-        write(path, change(params_with_a_branch(), **{key: value}))
+        write(path, change(params_with_all_stages(), **{key: value}))
         found = stale(committed)
     assert "params.yaml" in found.pop("report")  # it shows all knobs
-    keys = {"${rounds}": ["1", "2"], "${branches}": ["dpo"]}
+    keys = {"${rounds}": ["1", "2"]} | OF_OPTIONAL
     each = {name: keys.get(DOCUMENT["stages"][name].get("foreach"), [None]) for name in expected}
     wanted = {f"{name}@{key}" if key else name for name, found in each.items() for key in found}
     assert set(found) == wanted
@@ -436,7 +448,7 @@ def test_one_key_changed_makes_every_round_of_its_stages_stale_and_no_other(
 
 def test_comments_order_and_spelling_of_numbers_change_nothing(committed):
     path = committed / "params.yaml"
-    values = params_with_a_branch(temperature=1.0, sft__lr=1e-5)
+    values = params_with_all_stages(temperature=1.0, sft__lr=1e-5)
     with Changed(path):
         write(path, values)
         before = stale(committed)
@@ -452,7 +464,7 @@ def test_another_round_concerns_its_own_stages_and_the_report(committed):
     path = committed / "params.yaml"
     rounds = {"1": "models/sft", "2": "models/policy/1", "3": "models/policy/2"}
     with Changed(path):
-        write(path, params_with_a_branch(rounds=rounds))
+        write(path, params_with_all_stages(rounds=rounds))
         found = set(stale(committed))
     assert found == {"rollout@3", "score@3", "optimize@3", "evaluate@3", "report"}
 
@@ -460,7 +472,7 @@ def test_another_round_concerns_its_own_stages_and_the_report(committed):
 def test_another_start_of_a_round_concerns_that_round_and_the_report(committed):
     path = committed / "params.yaml"
     with Changed(path):
-        write(path, params_with_a_branch(rounds={"1": "models/sft", "2": "models/sft"}))
+        write(path, params_with_all_stages(rounds={"1": "models/sft", "2": "models/sft"}))
         found = set(stale(committed))
     assert found == {"rollout@2", "score@2", "optimize@2", "report"}
 

@@ -5,12 +5,14 @@
 
 A page marks a place with `<!-- numbers: NAME -->`, and its end with `<!-- end -->`. NAME is a key
 of `BLOCKS`. Sources: metrics/ (`dvc repro`), docs/example.json (rows of that run, taken here),
-docs/runs.json (tools/compare_objectives.py) and docs/benchmarks.json (`make bench`).
+docs/runs.json (tools/compare_objectives.py), docs/comparison.json (tools/compare_methods.py) and
+docs/benchmarks.json (`make bench`).
 """
 
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -187,6 +189,31 @@ def speed(root: Path) -> str:
     return table(["work", "tiny model", "SmolLM2-135M"], rows)
 
 
+def comparison(root: Path) -> str:
+    """All ways to train in one table; what was not measured yet is empty."""
+    rows = []
+    for found in load(root, "docs/comparison.json")["rows"]:
+        settings = {k: v for k, v in found["settings"].items() if not k.startswith("+")}
+        spelled = ", ".join(f"`{key}: {value}`" for key, value in settings.items())
+        figures = [found.get(name) for name in ("accuracy_sampled", "accuracy_greedy", "kl_sft")]
+        seconds = number(found.get("seconds"), 0)
+        cells = [found["title"], spelled or "the defaults", *map(number, figures), seconds]
+        rows.append([*cells, ran(found)])
+    names = ["sampled right", "greedy right", "KL to `models/sft`", "seconds trained"]
+    return table(["method", "settings", *names, "stages that ran"], rows)
+
+
+def ran(found: dict) -> str:
+    """`rollout@2`, `rollout@3` -> rollout x 2, and how many stages were kept."""
+    if "ran" not in found:
+        return ""
+    if not (kept := found["stages"] - len(found["ran"])):
+        return "all: the default run"
+    counts = Counter(stage.partition("@")[0] for stage in found["ran"])
+    each = [name if count == 1 else f"{name} x {count}" for name, count in counts.items()]
+    return f"{', '.join(each)} (kept: {kept})"
+
+
 def formats(root: Path) -> str:
     """The row formats that are known, from the code."""
     from stages.rows.layouts import FORMATS
@@ -210,6 +237,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "worse": worse,
     "speed": speed,
     "formats": formats,
+    "comparison": comparison,
 }
 
 

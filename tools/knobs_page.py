@@ -21,7 +21,7 @@ This page is made by `python tools/knobs_page.py --write`; a test holds it again
 HEAD = "| knob | takes | default | what it does | also |\n|---|---|---|---|---|\n"
 ORDER = (
     "prepare_task prepare_model tokenize_sft train_sft tokenize_preferences split_preferences"
-    " train_rm score_pairs train_direct rollout score optimize evaluate report"
+    " tokenize_labelled train_rm score_pairs train_direct rollout score optimize evaluate report"
 ).split()
 CHECKING = {"prepare_task", "prepare_model"}  # they try out early what later stages use
 SHARED = 5  # a knob that so many stages use stands in a section of its own

@@ -14,7 +14,9 @@ import click
 from tqdm import tqdm
 
 import stages
-from stages.base.errors import InputError
+from stages.base.environment import rank, world_size
+from stages.base.errors import InputError, Lost
+from stages.base.launch import LOST, first_to_say, launch, quieten
 from stages.base.spelling import spelled_out
 
 PR_SET_PDEATHSIG = 1
@@ -28,16 +30,43 @@ class Stage(click.Command):
     """A click command whose bad input ends in one line on stderr and exit code 1.
 
     On Linux the stage is stopped when its parent dies: a killed DVC must leave no orphan that keeps
-    writing beside the next run.
+    writing beside the next run. Several processes, where a launcher started them, are refused.
     """
+
+    shared = False
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        self.words = list(args)
+        return super().parse_args(ctx, args)
+
+    @property
+    def script(self) -> str:
+        """As in dvc.yaml; click makes a dash of `_`."""
+        return self.name.replace("-", "_")
 
     def invoke(self, ctx: click.Context):
         stop_with_parent()
         gc.freeze()
         gc.enable()
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-        name = self.name.replace("-", "_")  # as in dvc.yaml; click makes a dash of it
+        quieten()
         try:
+            return self._invoke(ctx)
+        except Lost:
+            raise SystemExit(LOST) from None
+        except Exception as error:
+            if (world_size() or 1) > 1 and not first_to_say():
+                raise SystemExit(1) from error
+            raise
+
+    def _invoke(self, ctx: click.Context):
+        """The stage itself, its bad input as a `ClickException`."""
+        name = self.script
+        try:
+            if (found := world_size() or 1) > 1 and not self.shared:
+                raise InputError(
+                    f"found {found} processes, expected one: run this stage without a launcher"
+                )
             return super().invoke(ctx)
         except InputError as error:
             raise failure(name, error, error.advice) from error
@@ -50,6 +79,21 @@ class Stage(click.Command):
                 raise
             words = str(error).partition("\n")[0]
             raise failure(name, words, OUT_OF_MEMORY) from error
+
+
+class SharedStage(Stage):
+    """A stage that several processes may run together, each of them the whole script."""
+
+    shared = True
+
+
+def launched(processes: int, threads: int) -> bool:
+    """Whether several processes, started here, have done the work of the stage that is running.
+
+    The knobs come from its script, once they are known to be good.
+    """
+    command = click.get_current_context().command
+    return launch(command.script, command.words, processes, threads)
 
 
 def paths(*options: str) -> Callable:
@@ -140,6 +184,7 @@ class Bar(tqdm):
 def progress(items: Iterable, name: str, total: int | None = None, done: int = 0) -> Bar:
     """The items behind a progress bar on stderr, which is silent where stderr is no terminal.
 
-    `done` of `total` were there before.
+    `done` of `total` were there before. Of several processes the first one shows it.
     """
-    return Bar(items, desc=name, total=total, initial=done, disable=None, dynamic_ncols=True)
+    silent = True if rank() else None
+    return Bar(items, desc=name, total=total, initial=done, disable=silent, dynamic_ncols=True)

@@ -5,10 +5,14 @@ A knob that says how a stage is watched would make DVC train everything again fo
 RLHF_TRACK         trackers that get the figures of a training: tensorboard, wandb, mlflow, trackio
 RLHF_SAVE_MINUTES  how often a training saves its state (10); 0: never
 RLHF_SCRATCH       the folder of those states (.scratch); best on a disk that outlives the machine
+RLHF_LAUNCH        what starts the processes of a stage in place of torch's own launcher
+
+What a launcher tells its processes (RANK, WORLD_SIZE) is read here too.
 """
 
 import math
 import os
+import shlex
 from pathlib import Path
 
 from stages.base.errors import InputError
@@ -16,6 +20,7 @@ from stages.base.errors import InputError
 TRACK = "RLHF_TRACK"
 SAVE_MINUTES = "RLHF_SAVE_MINUTES"
 SCRATCH = "RLHF_SCRATCH"
+LAUNCH = "RLHF_LAUNCH"
 
 
 def words(variable: str) -> list[str]:
@@ -38,3 +43,30 @@ def save_seconds() -> float | None:
 def scratch_folder() -> Path:
     """Where the states of stages under way lie."""
     return Path(os.environ.get(SCRATCH, "").strip() or ".scratch")
+
+
+def launcher() -> list[str]:
+    """The words of a command that starts the processes of a stage; none for torch's own."""
+    return shlex.split(os.environ.get(LAUNCH, ""))
+
+
+def world_size() -> int | None:
+    """How many processes a launcher started for this stage; None where none did."""
+    return _number("WORLD_SIZE")
+
+
+def local_world_size() -> int:
+    """How many of them run on this machine."""
+    return _number("LOCAL_WORLD_SIZE") or 1
+
+
+def rank() -> int:
+    """Which of them this one is; 0 without a launcher."""
+    return _number("RANK") or 0
+
+
+def _number(variable: str) -> int | None:
+    text = os.environ.get(variable, "").strip()
+    if text and not text.isdecimal():
+        raise InputError(f"{variable}: found {text!r}, expected a number, as launchers set it")
+    return int(text) if text else None

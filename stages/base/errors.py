@@ -18,6 +18,22 @@ class BadKnob(InputError):
         super().__init__(f"params.yaml: {key}: {problem}")
 
 
+class Ended(InputError):
+    """A process of a stage that a signal ended."""
+
+    advice = (
+        "`dvc repro` goes on from the state saved last; where the machine ran out of memory, half"
+        " the train_batch_size with twice the batch_acc gives the same update"
+    )
+
+
+class Lost(Exception):
+    """Another process of this stage cannot be reached: it has ended, and the cause is told there.
+
+    Ends this one without a word.
+    """
+
+
 class MissingFile(InputError):
     """A file that another stage writes is not there, as in a clone that fetched not all."""
 

@@ -59,6 +59,11 @@ Precision = choice(
 Threads = whole(
     "CPU threads of torch. Part of the result: another number changes the last bits.", ge=1
 )
+Processes = whole(
+    "Processes that share a training, each with `threads` of its own; on a machine with GPUs each"
+    " has one. Part of the result: another number changes the last bits.",
+    ge=1,
+)
 Attention = choice(
     "Attention implementation of transformers.", "sdpa", "eager", "flash_attention_2"
 )
@@ -71,6 +76,7 @@ WarmupSteps = whole("Optimizer steps over which the learning rate rises linearly
 WeightDecay = number("Decoupled weight decay of AdamW.", ge=0)
 MaxNorm = number("The gradient is scaled down to this global L2 norm.", gt=0)
 DropLast = flag("Leave out the last, partial optimizer step of an epoch.")
+PairLength = whole("Longest prompt and answer together, in tokens; longer answers are cut.", ge=2)
 ScoreBatchSize = whole("Completions (pairs) in one forward pass of scoring.", ge=1)
 Nonfinite = choice(
     "A NaN or infinite loss or gradient: stop (exit code 1, no model), or skip (leave that"
@@ -186,8 +192,9 @@ class Reading(Compute):
 
 
 class Memory(Compute):
-    """What a training stage reads beside: memory against time, at the same gradients."""
+    """What a training stage reads beside: memory and processes against time."""
 
+    processes: Processes
     gradient_checkpointing: flag(
         "Keep no activations of layers and compute them anew in the backward pass: less memory, for"
         " one more forward pass. Prompts are then not shared."

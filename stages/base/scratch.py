@@ -99,7 +99,7 @@ def work_of(
     }
     if device is not None:
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-        facts["device"] = [str(device), gpu, torch.backends.cpu.get_cpu_capability()]
+        facts["device"] = [device.type, gpu, torch.backends.cpu.get_cpu_capability()]
         facts["threads"] = torch.get_num_threads()
     return Work(stage, inputs, facts, rows)
 

@@ -44,6 +44,8 @@ SCORED_PAIRS = pa.schema(
         pa.field("log_probs_ref_rejected", FLOATS, nullable=False),
     ]
 )
+# A completion that is right (1) or wrong (0).
+LABELLED = _schema({"prompt_ids": IDS, "completion_ids": IDS, "label": pa.float32()})
 ROLLOUTS = _schema(
     {
         "round": pa.int32(),
@@ -211,6 +213,21 @@ def open_table(path: Path, schema: pa.Schema) -> pq.ParquetFile:
     if not file.metadata.num_rows:
         raise InputError(f"{path}: no rows; expected at least one")
     return file
+
+
+def schema_of(path: Path, *schemas: pa.Schema) -> pa.Schema:
+    """The first of some schemas of which a table has all columns; InputError names what it has."""
+    try:
+        found = pq.read_schema(path).names
+    except FileNotFoundError as error:
+        raise MissingFile(path, "a Parquet table that a stage wrote") from error
+    except (pa.ArrowInvalid, OSError) as error:
+        raise InputError(f"{path}: not a readable Parquet file ({error})") from error
+    for schema in schemas:
+        if set(schema.names) <= set(found):
+            return schema
+    wanted = " or ".join(str(schema.names) for schema in schemas)
+    raise InputError(f"{path}: its columns are {found}, expected those of {wanted}")
 
 
 def read_provenance(path: Path) -> dict:

@@ -1,13 +1,23 @@
-"""Knobs of `report`, and the one check of `rounds` and `branches`."""
+"""Knobs of `report`, and the one check of what says which stages there are.
+
+These are `rounds`, `branches`, `rm.kind` and `rm.data`, `reward_models` and `labelled`: dvc.yaml
+reads them, and no stage before the report does.
+"""
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from stages.base.knobs import Section
+from stages.base.knobs import Section, choice, text
 
 BRANCH = r"[A-Za-z][A-Za-z0-9_-]*"
+PAIRS = "data/preferences/train.parquet"
+TABLE = (
+    r"data/(rollouts|buffers)/round-[1-9]\d*\.parquet|data/source/.+\.parquet"
+    rf"|data/labelled/{BRANCH}\.parquet"
+)
 
 
 def chain_of_rounds(rounds: Any) -> Any:
@@ -54,6 +64,48 @@ def names_of_branches(branches: Any) -> Any:
     return branches
 
 
+class RewardModel(Section):
+    """A reward model by what it learns from."""
+
+    kind: choice(
+        "bradley_terry learns from pairs, outcome from completions that are right or wrong.",
+        "bradley_terry",
+        "outcome",
+    )
+    data: text(
+        "What a reward model learns from: data/preferences/train.parquet; or, of kind outcome, the"
+        " rollouts or the buffer of a round (data/rollouts/round-1.parquet), data/labelled/<name>"
+        ".parquet, or a copy of such a table under data/source."
+    )
+
+    @model_validator(mode="after")
+    def data_fits(self) -> Self:
+        if (self.kind == "outcome") == (self.data == PAIRS):
+            wanted = (
+                "a table such as data/rollouts/round-1.parquet" if self.data == PAIRS else PAIRS
+            )
+            raise ValueError(f"data is {self.data!r}; kind {self.kind} expects {wanted}")
+        if self.kind == "outcome" and not re.fullmatch(TABLE, self.data):
+            raise ValueError(
+                f"data is {self.data!r}; expected data/rollouts/round-<number>.parquet, the same of"
+                " data/buffers, data/labelled/<a name of labelled>.parquet or a .parquet file under"
+                " data/source"
+            )
+        return self
+
+
+def names_of_files(labelled: Any) -> Any:
+    """Check the mapping of name -> file of labelled completions."""
+    if not isinstance(labelled, dict):
+        raise ValueError("expected a mapping such as mine: data/source/labelled.jsonl, or {}")
+    for key, file in labelled.items():
+        if not isinstance(key, str) or not re.fullmatch(BRANCH, key):
+            raise ValueError(f"key {key!r} is no name; expected letters, digits, - and _")
+        if not str(file).startswith("data/source/"):
+            raise ValueError(f"{key!r} is {file!r}; expected a file under data/source")
+    return labelled
+
+
 class Knobs(Section):
     whole_file: ClassVar[bool] = True  # the report shows every knob, so DVC compares all of them
 
@@ -72,6 +124,22 @@ class Knobs(Section):
             " it starts from, which is its reference; {}: none."
         ),
     ]
+    rm: RewardModel
+    reward_models: Annotated[
+        dict[Annotated[str, Field(pattern=rf"^{BRANCH}$")], RewardModel],
+        Field(
+            description="Further reward models, trained beside models/rm to be compared with it:"
+            " name: {kind, data}; {}: none."
+        ),
+    ]
+    labelled: Annotated[
+        dict[str, str],
+        BeforeValidator(names_of_files),
+        Field(
+            description="Files of completions labelled right or wrong, which become"
+            " data/labelled/<name>.parquet; {}: none."
+        ),
+    ]
 
     @model_validator(mode="after")
     def starts_are_made(self) -> Self:
@@ -86,7 +154,21 @@ class Knobs(Section):
                 key = start.rpartition("/")[2]
                 raise ValueError(f"{name} starts from {start!r}, but {section} has no {key!r}")
         self._no_circle()
+        self._tables_are_made()
         return self
+
+    def _tables_are_made(self) -> None:
+        """Raise ValueError for a reward model that learns from a table that no stage makes."""
+        models = {"rm": self.rm}
+        models |= {f"reward_models.{key}": model for key, model in self.reward_models.items()}
+        made = {f"data/rollouts/round-{key}.parquet" for key in self.rounds}
+        made |= {f"data/buffers/round-{key}.parquet" for key in self.rounds}
+        made |= {f"data/labelled/{key}.parquet" for key in self.labelled} | {PAIRS}
+        for name, model in models.items():
+            if model.data not in made and not model.data.startswith("data/source/"):
+                section = "labelled" if "labelled" in model.data else "rounds"
+                key = Path(model.data).stem.removeprefix("round-")
+                raise ValueError(f"{name}.data is {model.data!r}, but {section} has no {key!r}")
 
     def _no_circle(self) -> None:
         """Raise ValueError where policies start from one another in a circle."""

@@ -1,12 +1,10 @@
 """Knobs of `tokenize_preferences`."""
 
-from stages.base.knobs import PreferenceSource, Section, Seed, Trust, whole
+from stages.base.knobs import PairLength, PreferenceSource, Section, Seed, Trust
 
 
 class Preferences(PreferenceSource):
-    max_length: whole(
-        "Longest prompt and answer together, in tokens; longer answers are cut.", ge=2
-    )
+    max_length: PairLength
 
 
 class Knobs(Section):

@@ -1,5 +1,6 @@
 """Device, precision and threads, in one place: every stage that runs a model starts here."""
 
+import atexit
 import ctypes
 import math
 import sys
@@ -8,10 +9,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch import distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from stages.base.errors import BadKnob, InputError
+from stages.base.environment import local_world_size, world_size
+from stages.base.errors import BadKnob
 
 SHORT = 160  # keys, from where on the fused kernel is the faster one
 
@@ -19,27 +22,40 @@ SHORT = 160  # keys, from where on the fused kernel is the faster one
 def accelerator(device: str, precision: str, threads: int) -> Accelerator:
     """(device, precision, threads) knobs -> an Accelerator; `InputError` if the device is absent.
 
-    Also under a launcher of several processes: a stage does not share its rows among them yet.
-
-    Float32 matrix products stay float32 (no TF32), so that log-probs of two passes agree.
+    Where a launcher started several processes they meet here; each has its own GPU, or all run on
+    the CPU. Float32 matrix products stay float32 (no TF32), so that log-probs of two passes agree.
     """
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not present.get(device, True):
         raise BadKnob("device", f"found {device!r}, but this machine has none")
     keep_freed_memory()
-    torch.set_num_threads(threads)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     mixed = "bf16" if precision == "bf16" else "no"
     if device == "mps" and present["cuda"]:
         raise BadKnob("device", "found 'mps' on a machine with CUDA")
-    made = Accelerator(cpu=device == "cpu", mixed_precision=mixed)
-    if made.num_processes > 1:
-        raise InputError(
-            f"found {made.num_processes} processes, expected one: run stages by `dvc repro`,"
-            " without a launcher"
-        )
+    cpu = device == "cpu"
+    if (world_size() or 1) > 1:
+        cpu = meet(cpu or not present["cuda"], device)
+    made = Accelerator(cpu=cpu, mixed_precision=mixed)
+    torch.set_num_threads(threads)  # Accelerate sets them too, where several processes run
     return made
+
+
+def meet(cpu: bool, device: str) -> bool:
+    """Wait for the other processes; returns `cpu`. BadKnob where they cannot share the device."""
+    if device == "mps":
+        raise BadKnob("processes", f"found {world_size()}, but mps is one device; expected 1")
+    here = local_world_size()
+    if not cpu and here > (devices := torch.cuda.device_count()):
+        raise BadKnob(
+            "processes",
+            f"found {here} on this machine, which has {devices} GPUs; expected at most one a GPU",
+        )
+    if not dist.is_initialized():
+        dist.init_process_group("gloo" if cpu else "cpu:gloo,cuda:nccl")
+        atexit.register(dist.destroy_process_group)
+    return cpu
 
 
 def attention_kernel(mask: Tensor) -> AbstractContextManager:

@@ -30,6 +30,7 @@ class Run:
     samples    [{prompt, answer, change, cells: [(round, rows of the evaluation)]}]
     groups     {round: [(heading, rows of completions)]}
     branches   figures of each branch of direct alignment; may be empty
+    reward_models  name, kind, data and figures of each, models/rm first
     """
 
     rounds: Mapping[str, str]
@@ -43,6 +44,7 @@ class Run:
     params: dict
     definitions: Mapping[str, str]
     branches: Sequence[dict] = ()
+    reward_models: Sequence[dict] = ()
 
 
 def page(run: Run) -> str:
@@ -177,7 +179,7 @@ def sections(run: Run) -> list[dict]:
     losses = "loss loss_ema"
     found["SFT and reward model"] = [
         _curves(run, [run.sft], "step", "SFT loss", "nats per token", losses, False),
-        _curves(run, [run.rm], "step", "Reward model loss", "Bradley-Terry", losses, False),
+        _curves(run, [run.rm], "step", "Reward model loss", "loss", losses, False),
         calibration(run),
         margins(run),
     ]

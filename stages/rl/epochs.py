@@ -4,7 +4,7 @@ Letters: N completions of the buffer, B of a micro-batch, T completion tokens. T
 (advantages and loss) is an entry of `OBJECTIVES`; nothing here knows one by name.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from stages.models import processes
 from stages.models.forward import States, completion_states
 from stages.models.log_probs import head_log_probs
 from stages.models.scorers import action_values
@@ -20,7 +21,7 @@ from stages.rl.kl import kl_penalty
 from stages.rl.objectives import token_weights, value_loss
 from stages.rl.stats import CompletionStats, TokenFigures, token_mean
 from stages.rl.targets import Settings, Targets, stack
-from stages.training.batching import fill, plan_groups
+from stages.training.batching import fill, neighbours, plan_groups
 from stages.training.steps import StepFigures, rate_of_update, stop_of, update
 
 
@@ -109,11 +110,14 @@ class Round:
         settings, rows = self.settings, _flat(batches)
         lengths = self.targets.lengths[rows]
         weights = self._weights(batches, settings.aggregation)
-        losses = self._policy_losses(batches, weights)
+        losses = self._own_losses(self._policy_loss, batches, weights)
         policy = self._update("policy", losses, done, settings.lr)
+        own = _flat([batch[self._own(batch)] for batch in batches])
+        self.stats.share(rows, own, self.targets.lengths)
         critic = None
         if self.learner.critic is not None:
-            losses = self._critic_losses(batches, self._weights(batches, "token-mean"))
+            weights = self._weights(batches, "token-mean")
+            losses = self._own_losses(self._critic_loss, batches, weights)
             critic = self._update("critic", losses, done, settings.lr_critic)
         return StepRecord(
             epoch,
@@ -123,6 +127,25 @@ class Round:
             token_mean(self.stats.kl[rows], lengths),
             token_mean(self.stats.clipped_fraction[rows], lengths),
         )
+
+    def _own(self, batch: list[int]) -> slice:
+        """The part of a micro-batch that this process takes; pairs stay whole."""
+        unit = 2 if self.settings.objective.pairs else 1
+        return neighbours(len(batch), processes.number(), processes.count(), unit)
+
+    def _own_losses(
+        self,
+        loss_of: Callable[[list[int], Tensor], Tensor],
+        batches: list[list[int]],
+        weights: list[Tensor],
+    ) -> Iterator[Tensor]:
+        """What this process's rows add to the loss of each micro-batch; 0 where it has none."""
+        for batch, weight in zip(batches, weights, strict=True):
+            own = self._own(batch)
+            if batch[own]:
+                yield loss_of(batch[own], weight[own])
+            else:
+                yield torch.zeros((), device=self.accelerator.device)
 
     def _weights(self, batches: list[list[int]], aggregation: str) -> list[Tensor]:
         """What a token of each row counts in the step's loss: (B,) for every micro-batch."""
@@ -141,42 +164,37 @@ class Round:
     def _rate(self, done: int, peak: float) -> float:
         return rate_of_update(done, peak, self.settings.warmup_steps, self.settings.decay_steps)
 
-    def _policy_losses(self, batches: list[list[int]], weights: list[Tensor]) -> Iterator[Tensor]:
-        """Each micro-batch's part of the step's loss, a scalar; what it shows goes into `stats`."""
+    def _policy_loss(self, batch: list[int], weight: Tensor) -> Tensor:
+        """(B rows), (B,) -> scalar, their part of the step's loss; `stats` keep what they show."""
         settings, policy = self.settings, self.learner.policy
-        for batch, weight in zip(batches, weights, strict=True):
-            rows = [self.rows[i] for i in batch]
-            states = completion_states(policy.base_model, *_ids(rows))
-            mask = states.action_mask  # (B, T), and so is all that follows
-            log_probs, entropy = _log_probs_and_entropy(policy, states, settings.temperature)
-            old = _padded(rows, "log_probs_old", mask)
-            advantages = stack([self.targets.advantages[i] for i in batch], mask)
-            ref = _padded(rows, "log_probs_ref", mask) if settings.beta > 0 else None
-            against = ref if settings.objective.pairs else old
-            loss, clipped = settings.objective.loss(
-                log_probs, against, advantages, mask, settings.clip
-            )
-            kl_ref = None
-            if ref is not None:
-                kl_ref = kl_penalty(log_probs, ref, mask, settings.kl_estimator)
-                if settings.kl_placement == "loss":
-                    loss = loss + settings.beta * kl_ref
-            if self.targets.factors is not None:
-                loss = loss * stack([self.targets.factors[i] for i in batch], mask)
-            seen = TokenFigures(log_probs, old, mask, clipped, entropy, kl_ref)
-            self.stats.note(batch, seen)
-            yield self._checked(_weighted_sum(loss, weight, mask), loss, batch)
+        rows = [self.rows[i] for i in batch]
+        states = completion_states(policy.base_model, *_ids(rows))
+        mask = states.action_mask  # (B, T), and so is all that follows
+        log_probs, entropy = _log_probs_and_entropy(policy, states, settings.temperature)
+        old = _padded(rows, "log_probs_old", mask)
+        advantages = stack([self.targets.advantages[i] for i in batch], mask)
+        ref = _padded(rows, "log_probs_ref", mask) if settings.beta > 0 else None
+        against = ref if settings.objective.pairs else old
+        loss, clipped = settings.objective.loss(log_probs, against, advantages, mask, settings.clip)
+        kl_ref = None
+        if ref is not None:
+            kl_ref = kl_penalty(log_probs, ref, mask, settings.kl_estimator)
+            if settings.kl_placement == "loss":
+                loss = loss + settings.beta * kl_ref
+        if self.targets.factors is not None:
+            loss = loss * stack([self.targets.factors[i] for i in batch], mask)
+        seen = TokenFigures(log_probs, old, mask, clipped, entropy, kl_ref)
+        self.stats.note(batch, seen)
+        return self._checked(_weighted_sum(loss, weight, mask), loss, batch)
 
-    def _critic_losses(self, batches: list[list[int]], weights: list[Tensor]) -> Iterator[Tensor]:
-        """Each micro-batch's part of the step's value loss, a scalar."""
-        targets = self.targets
-        for batch, weight in zip(batches, weights, strict=True):
-            rows = [self.rows[i] for i in batch]
-            values, mask = action_values(self.learner.critic, *_ids(rows))  # (B, T)
-            old = stack([targets.values_old[i] for i in batch], mask)
-            returns = stack([targets.returns[i] for i in batch], mask)
-            loss = value_loss(values, old, returns, mask, self.settings.clip_eps_val)
-            yield self._checked(_weighted_sum(loss, weight, mask), loss, batch)
+    def _critic_loss(self, batch: list[int], weight: Tensor) -> Tensor:
+        """(B rows), (B,) -> scalar, their part of the step's value loss."""
+        targets, rows = self.targets, [self.rows[i] for i in batch]
+        values, mask = action_values(self.learner.critic, *_ids(rows))  # (B, T)
+        old = stack([targets.values_old[i] for i in batch], mask)
+        returns = stack([targets.returns[i] for i in batch], mask)
+        loss = value_loss(values, old, returns, mask, self.settings.clip_eps_val)
+        return self._checked(_weighted_sum(loss, weight, mask), loss, batch)
 
     def _checked(self, total: Tensor, loss: Tensor, batch: list[int]) -> Tensor:
         """The total of a micro-batch, if it may go on; else `NonFinite` names the row at fault."""

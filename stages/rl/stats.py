@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from stages.models import processes
 from stages.rl.objectives import ratio_diagnostics
 from stages.rl.targets import cut
 
@@ -83,6 +84,27 @@ class CompletionStats:
         ratios = cut((tokens.log_probs - old).exp().cpu(), lengths)
         for row, ratio in zip(batch, ratios, strict=True):
             self.ratios[row] = ratio
+
+    def share(self, rows: Sequence[int], own: Sequence[int], lengths: Tensor) -> None:
+        """Let all processes know what each noted of `rows`; this one noted `own` of them.
+
+        `lengths` (N,) counts the tokens of each completion. A row belongs to one process, so that
+        what it noted is added to 0.
+        """
+        if processes.count() == 1:
+            return
+        places, noted = torch.tensor(rows), set(own)
+        here = torch.tensor([row in noted for row in rows])
+        figures = torch.stack([getattr(self, name)[places] for name in FIGURES])
+        ratios = [
+            self.ratios[row] if row in noted else torch.zeros(int(lengths[row])) for row in rows
+        ]
+        figures = processes.summed(torch.where(here, figures, 0.0))
+        for name, figure in zip(FIGURES, figures, strict=True):
+            getattr(self, name)[places] = figure
+        ratios = processes.summed(torch.cat(ratios)).split(lengths[places].tolist())
+        for row, ratio in zip(rows, ratios, strict=True):
+            self.ratios[row] = ratio.clone()
 
 
 def token_mean(row_means: Tensor, lengths: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""From rows as files hold them to the three kinds of row that the stages work on.
+"""From rows as files hold them to the four kinds of row that the stages work on.
 
 The format of a file is detected from its columns, once, and holds for all its rows. A row that
 cannot be used is `Dropped`; a row of another type than the first ones is an InputError, for then
@@ -61,7 +61,16 @@ class PromptRow:
     tools: list[dict] | None = None
 
 
-CanonicalRow = SftRow | PreferenceRow | PromptRow | Dropped
+@dataclass(frozen=True)
+class LabelledRow:
+    """A conversation whose last answer is right (1) or wrong (0)."""
+
+    messages: list[Message]
+    label: int
+    tools: list[dict] | None = None
+
+
+CanonicalRow = SftRow | PreferenceRow | PromptRow | LabelledRow | Dropped
 
 
 def open_rows(
@@ -73,9 +82,9 @@ def open_rows(
 ) -> tuple[Layout, Iterator[tuple[int, CanonicalRow]]]:
     """Numbered raw rows -> the layout of the file, and its rows in canonical form, streaming.
 
-    `kind` is "sft", "preferences" or "prompts". `name` and `columns` ({field: column}) stand in
-    for detection; `source` is what errors call the file. Raises InputError where no format fits;
-    the iterator does for a row of mixed type and, at its end, if no row was usable.
+    `kind` is "sft", "preferences", "labelled" or "prompts". `name` and `columns` ({field: column})
+    stand in for detection; `source` is what errors call the file. Raises InputError where no format
+    fits; the iterator does for a row of mixed type and, at its end, if no row was usable.
     """
     rows = iter(rows)
     first = list(islice(rows, SAMPLED_ROWS))
@@ -157,6 +166,12 @@ def _preference(layout: Layout, values: dict) -> PreferenceRow:
     return PreferenceRow(prompt, *answers, margin, clean_tools(values.get("tools")))
 
 
+def _labelled(layout: Layout, values: dict) -> LabelledRow:
+    label = _label(values["label"])
+    messages = _with_system(values, _conversation(layout, values))
+    return LabelledRow(messages, label, clean_tools(values.get("tools")))
+
+
 def _prompt(layout: Layout, values: dict) -> PromptRow:
     field = next(iter(FORMATS["prompts"][layout.name][0]))
     messages = _spoken(values, field, _user)
@@ -172,7 +187,7 @@ def _prompt(layout: Layout, values: dict) -> PromptRow:
     )
 
 
-READERS = {"sft": _sft, "preferences": _preference, "prompts": _prompt}
+READERS = {"sft": _sft, "preferences": _preference, "labelled": _labelled, "prompts": _prompt}
 
 
 def _spoken(values: dict, field: str, turn) -> list[Message]:
@@ -241,6 +256,14 @@ def _margin(value) -> float:
     if not 0 <= margin < math.inf:
         raise InputError(f"margin is {value!r}, expected a finite number of at least 0")
     return margin
+
+
+def _label(value) -> int:
+    """0 or 1; a file may also say true or false, or hold either as text (CSV)."""
+    known = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
+    if (label := known.get(str(value).strip().lower())) is None:
+        raise InputError(f"label is {value!r}, expected 0 or 1, false or true")
+    return label
 
 
 def _object(value) -> dict:

@@ -31,6 +31,7 @@ FIELD_TYPES = {
     "answer": ("text", "a number"),
     "entry": ("an object", "text"),
     "margin": ("a number", "text"),
+    "label": ("a boolean", "a number", "text"),
     "history": ("a list", "text"),
     "tools": ("a list", "text"),
 }
@@ -49,6 +50,10 @@ FORMATS = {
         "prompted_pair": (("prompt", "chosen", "rejected"), ("margin", "system", "tools")),
         "sharegpt_pair": (("conversations", "chosen", "rejected"), ("margin", "system", "tools")),
         "pair": (("chosen", "rejected"), ("margin", "system", "tools")),
+    },
+    "labelled": {
+        "prompt_completion": (("prompt", "completion", "label"), ("system", "tools")),
+        "messages": (("messages", "label"), ("system", "tools")),
     },
     "prompts": {
         "prompt": (("prompt",), ("answer", "entry", "system", "tools")),

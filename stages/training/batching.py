@@ -34,6 +34,22 @@ def plan_epoch(
     return steps
 
 
+def dealt(batch: list, number: int, count: int) -> list:
+    """The rows of a micro-batch that process `number` of `count` takes: every `count`-th.
+
+    Rows stand by length, so that each process gets about as many tokens.
+    """
+    return batch[number::count]
+
+
+def neighbours(size: int, number: int, count: int, unit: int = 1) -> slice:
+    """The part of `size` rows that process `number` of `count` takes: neighbours, so that prompts
+    stay together. Runs of `unit` rows are never torn apart.
+    """
+    units = -(-size // unit)
+    return slice(units * number // count * unit, units * (number + 1) // count * unit)
+
+
 def plan_groups(
     groups: list[int], batch_size: int, batch_acc: int, seed: int, *names: object
 ) -> list[list[list[int]]]:

@@ -2,8 +2,10 @@
 
 Whatever a training loop carries from one update to the next is in a state: weights, moments, the
 random generators, the records so far. The loops are those of supervised.py and of stages/rl.
+Of several processes the first one writes it, after the same step, and all go on from it.
 """
 
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from stages.base.command import on_signals
-from stages.base.environment import save_seconds
+from stages.base.environment import SCRATCH, save_seconds
+from stages.base.errors import InputError
 from stages.base.scratch import State, Work, drop, load_state, save_state
+from stages.models import processes
 
 Models = Mapping[str, tuple[torch.optim.Optimizer, nn.Module]]
 
@@ -30,6 +34,12 @@ class Saver:
     def found(self) -> State | None:
         """The state that a cut-off run of the same work left, said in one line."""
         state = load_state(self.work) if self.seconds else None
+        steps = processes.gathered(state and state.step)
+        if len(set(steps)) > 1:
+            raise InputError(
+                f"{SCRATCH}: the processes found states of steps {steps}, expected one folder that"
+                " all of them share"
+            )
         if state:
             self._began -= state.values["seconds"]
             minutes = state.values["seconds"] / 60
@@ -41,18 +51,22 @@ class Saver:
     def after_step(self, step: int, tensors: Callable[[], dict], values: dict) -> None:
         """Save, where it is time: what `tensors()` gives, and plain values.
 
-        After a signal the state is saved and the stage ends.
+        After a signal, to whichever process, the state is saved and the stage ends.
         """
         if not self.seconds:
             return
         now = time.monotonic()
-        if self._signal is None and now - self._last < self.seconds:
+        due, heard = now - self._last >= self.seconds, self._signal is not None
+        flags = torch.tensor([due and not processes.number(), heard], dtype=torch.int32)
+        due, heard = map(bool, processes.summed(flags).tolist())
+        if not due and not heard:
             return
-        values = values | {"seconds": now - self._began}
-        save_state(self.work, State(step, tensors(), values))
+        values, found = values | {"seconds": now - self._began}, tensors()
+        if not processes.number():
+            save_state(self.work, State(step, found, values))
         self._last = time.monotonic()
-        if self._signal is not None:
-            raise SystemExit(128 + self._signal)
+        if heard:
+            raise SystemExit(128 + (self._signal or signal.SIGTERM))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -73,10 +87,15 @@ class Saver:
 
 
 def tensors_of(models: Models) -> dict[str, Tensor]:
-    """Trained weights, moments and random generators, each a tensor of its own."""
-    found = {"random/cpu": torch.get_rng_state()}
+    """Trained weights, moments and the random generators of all processes, each a tensor alone."""
+    own = {"random/cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
-        found["random/cuda"] = torch.cuda.get_rng_state()
+        own["random/cuda"] = torch.cuda.get_rng_state()
+    found = {
+        f"{key}{_suffix(number)}": generator
+        for number, generators in enumerate(processes.gathered(own))
+        for key, generator in generators.items()
+    }
     for name, (optimizer, model) in models.items():
         for key, weight in trained(model):
             found[f"{name}/weight/{key}"] = weight.detach()
@@ -93,9 +112,10 @@ def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 @torch.no_grad()
 def restore(models: Models, tensors: Mapping[str, Tensor]) -> None:
     """Put back what `tensors_of` took; the models and optimizers are those of the same work."""
-    torch.set_rng_state(tensors["random/cpu"])
-    if "random/cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["random/cuda"])
+    own = _suffix(processes.number())
+    torch.set_rng_state(tensors[f"random/cpu{own}"])
+    if f"random/cuda{own}" in tensors:
+        torch.cuda.set_rng_state(tensors[f"random/cuda{own}"])
     for name, (optimizer, model) in models.items():
         for key, weight in trained(model):
             weight.copy_(tensors[f"{name}/weight/{key}"])
@@ -103,6 +123,11 @@ def restore(models: Models, tensors: Mapping[str, Tensor]) -> None:
                 if (value := tensors.get(f"{name}/{entry}/{key}")) is not None:
                     # The step count too: the fused AdamW wants it beside the weights.
                     optimizer.state[weight][entry] = value.to(weight.device, copy=True)
+
+
+def _suffix(number: int) -> str:
+    """What the name of a process's own tensor ends with; nothing for the first one."""
+    return f"/{number}" if number else ""
 
 
 def parts_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from stages.base.errors import InputError
+from stages.models import processes
 from stages.models.compute import all_finite
 
 EMA_DECAY = 0.9
@@ -80,42 +81,39 @@ def update(
 ) -> StepFigures:
     """Take one optimizer step over micro-batch losses that add up, each backpropagated as it comes.
 
-    With several processes each brings the losses of its own rows and the gradients are summed, so
-    their divisor must count the rows of all processes. Raises `NonFinite` for a loss or gradient
-    that is not finite, unless `nonfinite` is "skip": then that micro-batch is left out; a step with
-    none left, or whose summed gradient is not finite, changes nothing.
+    With several processes each brings its part of the same micro-batches (0 where it has no row of
+    one) and the gradients are summed, so their divisor must count the rows of all processes. Raises
+    `NonFinite` for a loss or gradient that is not finite, unless `nonfinite` is "skip": then that
+    micro-batch is left out, by all processes; a step with none left, or whose summed gradient is
+    not finite, changes nothing.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     total, kept, skipped = torch.zeros((), device=accelerator.device), 0, 0
     for loss in losses:
-        if not torch.isfinite(loss):
-            if nonfinite == "stop":
-                raise stop_of(loss.item())
+        finite = bool(torch.isfinite(loss))
+        if nonfinite == "stop" and not finite:
+            raise stop_of(loss.item())
+        if nonfinite == "skip" and not processes.everywhere(finite):
             skipped += 1
             continue
         if loss.requires_grad:
             accelerator.backward(loss)
         total, kept = total + loss.detach(), kept + 1
-    if accelerator.num_processes > 1:
-        # A process without a loss of its own steps with the others, or their weights would part.
-        counts = accelerator.reduce(torch.tensor([kept, skipped], device=total.device), "sum")
-        total, (kept, skipped) = accelerator.reduce(total, "sum"), counts.tolist()
-        for parameter in parameters:
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = accelerator.reduce(gradient, "sum")
+    processes.sum_gradients(parameters)
+    loss = processes.total(total.item())
     norm = accelerator.clip_grad_norm_(parameters, max_norm)
     norm = float(norm) if norm is not None else 0.0
     if not math.isfinite(norm):
         optimizer.zero_grad()
         if nonfinite == "stop":
             raise NonFinite(f"the gradient's norm is {norm}; nonfinite: stop. Nothing was saved")
-        return StepFigures(total.item(), norm, skipped + kept)
+        return StepFigures(loss, norm, skipped + kept)
     if kept:
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
     optimizer.zero_grad()
-    return StepFigures(total.item(), norm, skipped)
+    return StepFigures(loss, norm, skipped)
 
 
 def check_weights(model: nn.Module, name: str) -> None:

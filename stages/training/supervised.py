@@ -4,12 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from stages.base.command import progress
 from stages.base.randomness import seed_everything
-from stages.training.batching import cut, plan_epoch
+from stages.models import processes
+from stages.training.batching import cut, dealt, plan_epoch
 from stages.training.saving import Saver, restore, tensors_of
 from stages.training.steps import adamw, ema, rate_of_update, update
 
@@ -36,11 +38,13 @@ class Recipe:
 class Fit:
     """A training: its plan of all epochs, and its steps.
 
+    Of several processes each takes its part of every micro-batch.
+
     lengths     tokens of each row; of a pair, those of its longer side
     loss_of     (micro-batch of rows, divisor) -> its part of the step's loss, a scalar
     divisor_of  (rows of an optimizer step) -> the divisor, by which the loss is divided once
     unit        what the divisor counts: tokens, pairs
-    more_of     (divisor) -> further figures of the step that was just taken
+    more_of     (divisor) -> further figures of the step that was just taken, of all processes
     sides       rows that are read for each row: 2 of a pair
     """
 
@@ -87,7 +91,8 @@ class Fit:
         recipe, plan = self.recipe, self.plan()
         optimizer = adamw(self.model, recipe.lr, recipe.weight_decay)
         models = {"model": (optimizer, self.model)}
-        seed_everything(recipe.seed, recipe.stage, "dropout")
+        own = [processes.number()] if processes.number() else []  # one process: as it always was
+        seed_everything(recipe.seed, recipe.stage, "dropout", *own)
         found = saver.found() if saver else None
         records = found.values["records"] if found else []
         if found:
@@ -107,7 +112,7 @@ class Fit:
         divisor = self.divisor_of([row for batch in batches for row in batch])
         lr = rate_of_update(done, recipe.lr, recipe.warmup_steps, total)
         with self.accelerator.autocast():
-            losses = (self.loss_of(batch, divisor) for batch in batches)
+            losses = (self._own_loss(batch, divisor) for batch in batches)
             limits = (recipe.max_norm, recipe.nonfinite)
             result = update(self.accelerator, self.model, optimizer, losses, lr, *limits)
         return {
@@ -119,3 +124,10 @@ class Fit:
             "skipped": result.skipped,
             self.unit: divisor,
         } | self.more_of(divisor)
+
+    def _own_loss(self, batch: list[dict], divisor: int) -> Tensor:
+        """What this process's part of a micro-batch adds to the step's loss; 0 without a row."""
+        own = dealt(batch, processes.number(), processes.count())
+        if not own:
+            return torch.zeros((), device=self.accelerator.device)
+        return self.loss_of(own, divisor)

@@ -19,6 +19,7 @@ from stages.base.environment import TRACK, words
 from stages.base.errors import InputError
 from stages.base.metrics import growing_curve
 from stages.base.spelling import flat
+from stages.models import processes
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 PROJECT, FOLDER = "rlhf-dvc", Path("runs")
@@ -29,8 +30,11 @@ def tracking(run: str, knobs: Mapping, curve: Path) -> Iterator[Callable[[dict],
     """Yield a function that adds a row with `step` to the curve and to every tracker chosen.
 
     `run` names the stage, and with the time the run; `knobs` are shown beside it. InputError for an
-    unknown tracker or one that is not installed.
+    unknown tracker or one that is not installed. Of several processes the first one writes.
     """
+    if processes.number():
+        yield lambda row: None
+        return
     names = chosen()
     with growing_curve(curve) as draw, _trackers(names, run, knobs) as send:
 

@@ -3,6 +3,7 @@
 Tests set what they depend on themselves, so that tuning the defaults breaks none of them.
 """
 
+import re
 from pathlib import Path
 
 from ruamel.yaml import YAML
@@ -90,6 +91,12 @@ def _with(values: dict, changes: dict) -> dict:
     return values
 
 
+def _at(values: dict, key: str):
+    for part in key.split("."):
+        values = values[part]
+    return values
+
+
 def command_line(stage: str, rounds: dict | None = None) -> tuple[str, dict[str, str]]:
     """`rollout@2` of dvc.yaml -> its script and options, for the rounds of SMALL or those given."""
     name, _, key = stage.partition("@")
@@ -98,5 +105,7 @@ def command_line(stage: str, rounds: dict | None = None) -> tuple[str, dict[str,
     if key:
         item = (rounds or SMALL["rounds"])[key]
         command = command.replace("${key}", key).replace("${item}", item)
+    for key in re.findall(r"\$\{([a-z_.]+)\}", command):  # knobs that dvc.yaml puts in
+        command = command.replace(f"${{{key}}}", str(_at(small_params(), key)))
     words = command.split()
     return words[2].removeprefix("stages."), dict(zip(words[3::2], words[4::2], strict=True))

@@ -22,13 +22,14 @@ def test_a_device_that_is_absent_is_named():
         compute.accelerator(absent, "float32", 1)
 
 
-def test_several_processes_are_refused(monkeypatch):
-    class Launched:
-        num_processes = 2
-
-    monkeypatch.setattr(compute, "Accelerator", lambda **_: Launched)
-    with pytest.raises(InputError, match="found 2 processes, expected one"):
-        compute.accelerator("cpu", "float32", 1)
+def test_processes_that_cannot_share_a_device_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(InputError, match="processes: found 3, but mps is one device"):
+        compute.meet(True, "mps")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InputError, match="found 3 on this machine, which has 2 GPUs"):
+        compute.meet(False, "cuda")
 
 
 def fused_attention_runs(keys: int) -> bool:

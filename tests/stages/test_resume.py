@@ -15,8 +15,7 @@ from click.testing import CliRunner
 from stages.base import command
 from stages.base.environment import SAVE_MINUTES, SCRATCH
 from stages.base.scratch import save_state
-from stages.base.tables import PAIRS, SCORED_PAIRS, SFT, write_table
-from stages.models.checkpoints import save_model
+from stages.base.tables import SFT, write_table
 from stages.models.recompute import recomputes
 from stages.train_direct import train_direct
 from stages.train_rm import train_rm
@@ -24,22 +23,13 @@ from stages.train_sft import train_sft
 from stages.training import saving
 from stages.training.supervised import Fit
 from tests.helpers.cuts import Cut, cutting
-from tests.helpers.models import byte_tokenizer, gpt2, random_ids
-from tests.helpers.tiny import ROOT, small_params, write
+from tests.helpers.models import byte_tokenizer, gpt2
+from tests.helpers.tiny import ROOT
+from tests.helpers.trainings import COMMANDS, SECTIONS, lay_out, set_knobs, words
 from tests.pipeline.running import content
 
-TRAINING = {"epochs": 3, "train_batch_size": 2, "batch_acc": 2, "lr": 3e-3, "warmup_steps": 3}
-SECTIONS = ("sft", "rm", "direct")
-CHANGES = {f"{s}__{name}": value for s in SECTIONS for name, value in TRAINING.items()}
-CHANGES |= {"sft__drop_last": True, "nonfinite": "skip"}
 EVERY_STEP = "0.0000001"
 
-COMMANDS = {
-    "train_sft": "--data data/sft.parquet --base models/base",
-    "train_rm": "--train data/pairs.parquet --validation data/pairs.parquet --sft models/base",
-    "train_direct": "--train data/scored.parquet --validation data/scored.parquet"
-    " --policy models/base",
-}
 STAGES = {"train_sft": train_sft, "train_rm": train_rm, "train_direct": train_direct}
 
 
@@ -51,34 +41,9 @@ def project(tmp_path, monkeypatch):
     monkeypatch.setenv(SAVE_MINUTES, EVERY_STEP)
     monkeypatch.delenv(SCRATCH, raising=False)
     threads = torch.get_num_threads()
-    (tmp_path / "data" / "source").mkdir(parents=True)
-    tokenizer = byte_tokenizer()
-    (tmp_path / "models" / "base").mkdir(parents=True)
-    model = gpt2(vocabulary=len(tokenizer), dropout=0.2)
-    save_model(tmp_path / "models" / "base", model, tokenizer)
-    rows = {"sft": [], "pairs": [], "scored": []}
-    for i in range(11):
-        prompt, chosen, rejected = random_ids(i, 2 + i % 3, 2 + i % 2, 1 + i % 4)
-        labels = [-100] * len(prompt) + chosen
-        rows["sft"].append({"input_ids": prompt + chosen, "labels": labels})
-        pair = {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected, "margin": 0.0}
-        rows["pairs"].append(pair)
-        scores = {"log_probs_ref_chosen": chosen, "log_probs_ref_rejected": rejected}
-        rows["scored"].append(pair | {k: [-1.0 - j for j in v] for k, v in scores.items()})
-    for name, schema in (("sft", SFT), ("pairs", PAIRS), ("scored", SCORED_PAIRS)):
-        write_table(tmp_path / "data" / f"{name}.parquet", schema, rows[name], {})
-    set_knobs(tmp_path)
+    lay_out(tmp_path, gpt2(vocabulary=len(byte_tokenizer()), dropout=0.2))
     yield tmp_path
     torch.set_num_threads(threads)
-
-
-def set_knobs(folder: Path, **changes) -> None:
-    write(folder / "params.yaml", small_params(**CHANGES | changes))
-
-
-def words(stage: str, name: str) -> list[str]:
-    outputs = f"--out {name}/model --curve {name}/curve.csv --figures {name}/figures.json"
-    return [*COMMANDS[stage].split(), *outputs.split()]
 
 
 def run(stage: str, name: str):
@@ -296,7 +261,7 @@ def test_a_signal_saves_and_ends_the_stage_and_the_same_command_goes_on(project,
 
 @pytest.mark.parametrize("stage", COMMANDS)
 def test_micro_batches_hold_no_more_tokens_than_the_knob_says(project, monkeypatch, stage):
-    trained, limit = [], 16
+    trained, limit = [], 24
     monkeypatch.setattr(Fit, "run", lambda fit, *_: trained.append(fit) or [])
     set_knobs(project, train_max_tokens=limit, **{f"{s}__train_batch_size": 8 for s in SECTIONS})
     run(stage, "asked")

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -208,7 +209,9 @@ def test_pairs_are_as_long_as_prompt_and_longer_answer():
 def test_the_figures_of_a_reward_model_by_hand():
     rows, scorer = pairs(), llama_scorer(seed=3)
     section = small_params()["rm"] | {"train_batch_size": 2, "centering": 9.0}
-    found = train_rm.validate(scorer, rows, Rm(**section))
+    section = {name: section[name] for name in Rm.model_fields}
+    knobs = SimpleNamespace(rm=Rm(**section), train_max_tokens=None)
+    found = train_rm.validate(scorer, Table(rows), knobs)
     wins, losses = (plain_scores(scorer, rows, f"{side}_ids") for side in ("chosen", "rejected"))
     gaps = [c - r for c, r in zip(wins, losses, strict=True)]
     each = [math.log1p(math.exp(row["margin"] - g)) for row, g in zip(rows, gaps, strict=True)]

@@ -1,11 +1,10 @@
 import math
-import os
-import socket
 
 import pytest
 import torch
 from transformers import get_cosine_schedule_with_warmup
 
+from stages.models import processes
 from stages.training.sft import mean_loss, micro_batch_loss, predicted
 from stages.training.steps import (
     NonFinite,
@@ -26,6 +25,7 @@ from tests.helpers.models import (
     same_weights,
     weights_of,
 )
+from tests.helpers.together import together
 
 each_model = pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
 
@@ -290,42 +290,28 @@ def test_the_mean_loss_over_batches_is_the_token_mean(make):
     assert mean_loss(model, [rows[:1], rows[1:]]) == pytest.approx(wanted, rel=1e-5)
 
 
-# Several processes.
+# Several processes; more of them in test_processes.py.
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def one_of_two(rank: int, port: int, shards: list[list[int]], folder: str) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "ACCELERATE_USE_CPU": "true",
-    }
-    torch.set_num_threads(1)
-    accelerator = cpu_accelerator()
-    assert accelerator.num_processes == 2
+def one_of_two(shards: list[list[list[int]]]) -> tuple[StepFigures, dict]:
+    """A step over micro-batches of rows; a process without a row of one adds nothing to it."""
     model, rows = llama(), sft_rows()
-    shares = (micro_batch_loss(model, [rows[i]], 17) for i in shards[rank])
-    figures = update(accelerator, model, sgd(model), shares, 0.5, 100.0, "stop")
-    torch.save((figures.loss, figures.grad_norm, weights_of(model)), f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    shares = (
+        micro_batch_loss(model, [rows[i] for i in batch], 17) if batch else torch.zeros(())
+        for batch in shards[processes.number()]
+    )
+    figures = update(cpu_accelerator(), model, sgd(model), shares, 0.5, 100.0, "stop")
+    return figures, weights_of(model)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shards", [[[1, 0, 3], [2]], [[0, 1, 2, 3], []]], ids=["uneven", "idle"])
-def test_two_processes_make_the_step_that_one_makes_over_all_rows(shards, tmp_path):
+@pytest.mark.parametrize(
+    "shards", [[[[1, 0], [3]], [[2], []]], [[[0, 1, 2, 3]], [[]]]], ids=["uneven", "idle"]
+)
+def test_two_processes_make_the_step_that_one_makes_over_all_rows(shards):
     wanted, weights = trained(llama, [[0, 1, 2, 3]], sgd)
-    torch.multiprocessing.spawn(one_of_two, (free_port(), shards, str(tmp_path)), nprocs=2)
-    for rank in (0, 1):
-        loss, norm, others = torch.load(tmp_path / f"{rank}.pt")
-        assert loss == pytest.approx(wanted[0].loss, rel=1e-5)
-        assert norm == pytest.approx(wanted[0].grad_norm, rel=1e-5)
+    for figures, others in together(2, one_of_two, shards):
+        assert figures.loss == pytest.approx(wanted[0].loss, rel=1e-5)
+        assert figures.grad_norm == pytest.approx(wanted[0].grad_norm, rel=1e-5)
         for name, weight in weights.items():
             torch.testing.assert_close(others[name], weight, rtol=1e-4, atol=1e-5)
