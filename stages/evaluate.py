@@ -26,6 +26,7 @@ from stages.base.tokenizers import load_tokenizer
 from stages.knobs.evaluate import Knobs
 from stages.models.checkpoints import load_policy
 from stages.models.compute import accelerator as make_accelerator
+from stages.models.packing import packed
 from stages.rollouts.engine import Prompt, draws_of, groups_at_once, sample_groups, stop_ids
 from stages.rollouts.prompts import context_limit, load_prompts, reward_columns
 from stages.rollouts.rewards import Rules, find_verifier
@@ -42,7 +43,7 @@ def evaluate(policy: Path, task: Path, source: Path, out: Path, figures: Path) -
     verify = find_verifier(knobs.verifier, knobs.verifier_pattern)
     accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
     tokenizer = load_tokenizer(policy, trust)
-    model = load_policy(policy, knobs.attention, accelerator.device, trust)
+    model = load_policy(policy, knobs.attention, accelerator.device, trust, knobs.precision)
     limit = context_limit(model, knobs.max_new_tokens)
     prompts, intake = load_prompts(knobs.evaluate, task, tokenizer, limit, knobs.seed)
     name, inputs = f"evaluate-{policy.name}", [policy, task, source]
@@ -59,7 +60,7 @@ def evaluate(policy: Path, task: Path, source: Path, out: Path, figures: Path) -
                 (greedy if row["greedy"] else sampled).add(**checked(row))
                 yield row
 
-    with kept.watching(), accelerator.autocast():
+    with kept.watching(), accelerator.autocast(), packed(model):
         write_table(out, EVALUATIONS, rows(), {"stage": "evaluate", "policy": str(policy)})
     found = {
         "accuracy_sampled": sampled.of("accuracy"),

@@ -22,7 +22,14 @@ from stages.base.errors import MissingFile
 from stages.base.files import replacing
 from stages.base.metrics import growing_curve, read_json, write_json
 from stages.knobs.report import Knobs, RewardModel
-from stages.page.excerpts import answers, changed_prompts, completions, telling_groups
+from stages.page.excerpts import (
+    answers,
+    best_of_answers,
+    best_of_rollouts,
+    changed_prompts,
+    completions,
+    telling_groups,
+)
 from stages.page.page import Run, definitions, page, spread
 
 EVALUATED = ("accuracy_sampled", "accuracy_greedy", "length", "finished")
@@ -72,7 +79,11 @@ def report(
     starts = dict(sorted(knobs.rounds.items(), key=lambda pair: int(pair[0])))
     rounds = [int(key) for key in starts]
     found = {number: read_round(figures, number) for number in [0, *rounds]}
-    table = [round_row(number, stages) for number, stages in found.items()]
+    asked = {number: evaluations / f"{evaluation_of(number)}.parquet" for number in found}
+    table = [
+        round_row(number, stages, best_of_answers(asked[number]))
+        for number, stages in found.items()
+    ]
     branches = [branch_row(figures, name, start) for name, start in knobs.branches.items()]
     rewards = [reward_model_row(figures, "rm", knobs.rm)]
     rewards += [reward_model_row(figures, *pair) for pair in knobs.reward_models.items()]
@@ -99,12 +110,12 @@ def report(
                 add(row)
     run = Run(
         rounds=starts,
-        table=[row | details(found[row["round"]]) for row in table],
+        table=[row | details(found[row["round"]], row["round"], buffers) for row in table],
         sft=read_curve(curves / "train_sft.csv"),
         rm=read_curve(curves / "train_rm.csv"),
         steps=steps_of(curves, rounds),
         rm_figures=rm,
-        samples=samples(evaluations, rounds),
+        samples=samples(asked, rounds),
         groups={number: groups(buffers, updates, number) for number in rounds},
         params=params.read(),
         definitions=definitions(meanings.read_text(encoding="utf-8")),
@@ -132,9 +143,15 @@ def read_round(figures: Path, number: int) -> dict[str, dict]:
     return found
 
 
-def round_row(number: int, stages: dict[str, dict]) -> dict:
-    """The headline figures of a round; what it has not is null."""
+def evaluation_of(number: int) -> str:
+    """The name of a round's table of held-out answers; 0 is the SFT policy."""
+    return f"round-{number}" if number else "sft"
+
+
+def round_row(number: int, stages: dict[str, dict], best: float | None) -> dict:
+    """The headline figures of a round; what it has not is null. `best` of its sampled answers."""
     row = {"round": number} | {name: stages["evaluate"][name] for name in EVALUATED}
+    row["accuracy_best"] = best
     row["reward"] = stages.get("score", {}).get("reward")
     for name in ("kl_ref", "kl", "clipped_fraction", "entropy", "grad_norm"):
         row[name] = stages.get("optimize", {}).get(name)
@@ -158,7 +175,7 @@ def reward_model_row(figures: Path, name: str, source: RewardModel) -> dict:
     return row | {name: trained.get(name) for name in REWARD_MODEL}
 
 
-def details(stages: dict[str, dict]) -> dict:
+def details(stages: dict[str, dict], number: int, buffers: Path) -> dict:
     """More figures of a round, for the page alone; none of round 0."""
     if "rollout" not in stages:
         return {}
@@ -167,16 +184,15 @@ def details(stages: dict[str, dict]) -> dict:
     return (
         {name: sampled.get(name) for name in rules}
         | {f"{name}_rollout": sampled[name] for name in ("length", "finished")}
+        | best_of_rollouts(buffers / f"round-{number}.parquet")
         | {"reward_model": scored["reward_model"]}
         | {name: updated[name] for name in ("advantage_std", "groups_without_spread")}
         | {name: value for name, value in updated.items() if name.startswith("sampler_ratio")}
     )
 
 
-def samples(evaluations: Path, rounds: list[int]) -> list[dict]:
+def samples(paths: dict[int, Path], rounds: list[int]) -> list[dict]:
     """The held-out prompts that changed most, with the answers of evenly spaced rounds."""
-    paths = {0: evaluations / "sft.parquet"}
-    paths |= {number: evaluations / f"round-{number}.parquet" for number in rounds}
     changes = changed_prompts(paths[0], paths[rounds[-1]], PROMPTS)
     numbers = [number for number, _ in changes]
     shown = {number: answers(paths[number], numbers) for number in spread([0, *rounds])}

@@ -27,6 +27,7 @@ from stages.base.tokenizers import load_tokenizer
 from stages.knobs.rollout import Knobs
 from stages.models.checkpoints import load_policy
 from stages.models.compute import accelerator as make_accelerator
+from stages.models.packing import packed
 from stages.models.trainer_state import load_trainer
 from stages.rollouts.engine import Counts, Engine, Prompt, stop_ids
 from stages.rollouts.prompts import context_limit, load_prompts, reward_columns
@@ -49,7 +50,7 @@ def rollout(
     rules = make_rules(knobs)
     accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
     tokenizer = load_tokenizer(policy, trust)
-    model = load_policy(policy, knobs.attention, accelerator.device, trust)
+    model = load_policy(policy, knobs.attention, accelerator.device, trust, knobs.precision)
     limit = min(knobs.prompts.max_length, context_limit(model, knobs.max_new_tokens))
     prompts, intake = load_prompts(knobs.prompts, task, tokenizer, limit, knobs.seed)
     engine = make_engine(model, tokenizer, rules, knobs)
@@ -63,7 +64,7 @@ def rollout(
         for rows in engine.batches(prompts, round_number, start, wanted, tries):
             yield rows, asdict(engine.counts)
 
-    with kept.watching(), accelerator.autocast():
+    with kept.watching(), accelerator.autocast(), packed(model):
         rows = (row for rows, _ in kept.rows("rows", ROLLOUTS, rest) for row in rows)
         total = knobs.prompts_per_step * knobs.num_rollouts
         rows = tally.watch(progress(rows, f"rollout {round_number}", total))

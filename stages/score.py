@@ -112,14 +112,16 @@ class Measurement:
     def scores_and_values(self, name: str, folder: Path) -> tuple[list, list]:
         """A score of each completion, and the values before each of its tokens."""
         trust = self.knobs.model.trust_remote_code
-        model = load_scorer(folder, self.knobs.attention, self.accelerator.device, trust)
+        device, precision = self.accelerator.device, self.knobs.precision
+        model = load_scorer(folder, self.knobs.attention, device, trust, precision)
         self.check_fit(model, folder)
         columns = ("reward_model", "values_old")
         return self._each_batch(name, columns, lambda rows: scores_and_values(model, rows))
 
     def reference_log_probs(self, folder: Path) -> list[list[float]]:
         trust = self.knobs.model.trust_remote_code
-        model = load_policy(folder, self.knobs.attention, self.accelerator.device, trust)
+        device, precision = self.accelerator.device, self.knobs.precision
+        model = load_policy(folder, self.knobs.attention, device, trust, precision)
         self.check_fit(model, folder)
         temperature = self.knobs.temperature
 

@@ -47,7 +47,7 @@ def score_pairs(
     knobs = params.load(Knobs)
     accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
     trust = knobs.model.trust_remote_code
-    model = load_policy(reference, knobs.attention, accelerator.device, trust)
+    model = load_policy(reference, knobs.attention, accelerator.device, trust, knobs.precision)
     for path in (train, validation):
         check_vocabulary(path, check_contents(path, PAIRS), vocabulary_of(model), reference)
         check_positions(path, PAIRS, positions_of(model.config), reference)

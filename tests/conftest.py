@@ -19,3 +19,7 @@ def modules_cache(tmp_path, monkeypatch):
 def forget_code() -> None:
     for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
         del sys.modules[name]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--kills", type=int, default=12, help="runs of test_random_kills.py")

@@ -2,11 +2,12 @@
 
     python tools/compare_objectives.py                             # all; takes some hours
     python tools/compare_objectives.py --only ppo,rloo --seed 42   # these lines; the others stay
+    python tools/compare_objectives.py --add raft skip_wrong_groups=true           # a line more
 
 Commit first: the experiments see what Git tracks. What stages share comes from the cache. The
 workspace stays as it is; `dvc exp show` lists the experiments. `code` of a line is the commit that
-gave it, or, of a line made anew, Git's name of the folder stages/ (`git rev-parse HEAD:stages`).
-Then run `python tools/docs_numbers.py --write`.
+gave it, or, of a line made anew or added, Git's name of the folder stages/ (`git rev-parse
+HEAD:stages`). Then run `python tools/docs_numbers.py --write`.
 """
 
 import argparse
@@ -47,20 +48,35 @@ def measured(loss: str, settings: dict, seed: int) -> dict:
     }
 
 
+def key(line: dict) -> tuple:
+    return line["loss"], tuple(sorted(line["settings"].items())), line["seed"]
+
+
+def asked(args: argparse.Namespace, lines: list[dict]) -> list[dict]:
+    """Loss, settings and seed of each line that is to be measured."""
+    if args.add:
+        loss, *settings = args.add
+        chosen = {"loss": loss, "settings": dict(word.split("=", 1) for word in settings)}
+        return [chosen | {"seed": seed} for seed in ([args.seed] if args.seed else (42, 43))]
+    named = lines if args.only is None else [r for r in lines if r["loss"] in args.only.split(",")]
+    return [line for line in named if args.seed in (None, line["seed"])]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", help="objectives, parted by commas; all without it")
     parser.add_argument("--seed", type=int, help="lines of this seed; all without it")
+    parser.add_argument("--add", nargs="+", help="a new line: an objective, its KEY=VALUE settings")
     args = parser.parse_args()
     found = json.loads(FILE.read_text(encoding="utf-8"))
     code = run("git", "rev-parse", "--short", "HEAD:stages").strip()
-    for number, line in enumerate(found["runs"]):
-        named = args.only is None or line["loss"] in args.only.split(",")
-        if named and args.seed in (None, line["seed"]):
-            anew = measured(line["loss"], line["settings"], line["seed"])
-            found["runs"][number] = anew | {"code": f"stages {code}"}
-            found["processor"] = platform.processor() or platform.machine()
-            FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    lines = found["runs"]
+    for line in asked(args, lines):
+        anew = measured(line["loss"], line["settings"], line["seed"]) | {"code": f"stages {code}"}
+        place = next((i for i, old in enumerate(lines) if key(old) == key(line)), len(lines))
+        lines[place : place + 1] = [anew]
+        found["processor"] = platform.processor() or platform.machine()
+        FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

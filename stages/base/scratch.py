@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -223,19 +223,23 @@ def _states(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), reverse=True)
 
 
-def works() -> list[tuple[Path, float]]:
-    """The folders of all pieces of work in the scratch, and the days since each was written to.
+def works() -> list[tuple[Path, float, int]]:
+    """Each piece of work in the scratch: its folder, days since it was written to, its bytes.
 
-    The scratch may be a folder with other things in it: only names as ours count.
+    The scratch may be a folder with other things in it: only names as ours count. What another
+    stage removes meanwhile is left out.
     """
-    if not (scratch := scratch_folder()).is_dir():
-        return []
-    folders = [p for p in scratch.iterdir() if OURS.fullmatch(p.name) and p.is_dir()]
-    return [(p, (time.time() - p.stat().st_mtime) / 86400) for p in sorted(folders)]
+    scratch, found = scratch_folder(), []
+    for folder in sorted(scratch.iterdir()) if scratch.is_dir() else []:
+        if OURS.fullmatch(folder.name) and folder.is_dir():
+            with suppress(FileNotFoundError):
+                days = (time.time() - folder.stat().st_mtime) / 86400
+                found.append((folder, days, sum(f.stat().st_size for f in files_of(folder))))
+    return found
 
 
 def _drop_stale(kept: Path) -> None:
     """Remove the folders of other work that nothing was written to for two weeks."""
-    for folder, days in works():
+    for folder, days, _ in works():
         if folder != kept and days > STALE_DAYS:
             clear(folder)

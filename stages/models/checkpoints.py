@@ -1,6 +1,7 @@
 """Model folders of the stages: Hugging Face files, float32 safetensors.
 
-Nothing here unpickles.
+Stages that train hold weights in float32. Those that only read a model load it in the precision
+that its products are made in. Nothing here unpickles.
 """
 
 import shutil
@@ -27,6 +28,8 @@ from stages.models.heads import scorer_class
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
+
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 # What transformers notes of how a tokenizer was loaded and then saves with it, though nothing reads
 # it again: HF_HUB_OFFLINE would change the bytes of a model.
@@ -63,15 +66,20 @@ def learn_padding(model: nn.Module) -> None:
 
 
 def load_policy(
-    folder: Path, attention: str, device: torch.device, trust: bool = False
+    folder: Path,
+    attention: str,
+    device: torch.device,
+    trust: bool = False,
+    precision: str = "float32",
 ) -> PreTrainedModel:
-    """A causal language model in float32 and evaluation mode; its own code needs `trust`.
+    """A causal language model in evaluation mode; its own code needs `trust`.
 
-    Of a folder of adapters it is their base with them in it, frozen.
+    `precision` is that of the weights: bf16 for stages that read the model and do not train it. Of
+    a folder of adapters it is their base with them in it, frozen.
     """
-    base = base_of(folder)
+    base, dtype = base_of(folder), DTYPES[precision]
     check_causal(base, _config(base, trust).architectures)
-    policy = _load(AutoModelForCausalLM, base, attention, device, trust)
+    policy = _load(AutoModelForCausalLM, base, attention, device, trust, dtype=dtype)
     try:
         check_head(policy)
     except ValueError as error:
@@ -93,14 +101,19 @@ def _config(folder: Path, trust: bool):
 
 
 def load_scorer(
-    folder: Path, attention: str, device: torch.device, trust: bool = False
+    folder: Path,
+    attention: str,
+    device: torch.device,
+    trust: bool = False,
+    precision: str = "float32",
 ) -> PreTrainedModel:
-    """A reward model or critic, with its one-value head `score`, in float32 and evaluation mode.
+    """A reward model or critic, with its one-value head `score`, in evaluation mode.
 
-    A folder without that head (a plain language model) is refused: its head would be random.
+    `precision` is that of the weights, as in `load_policy`. A folder without that head (a plain
+    language model) is refused: its head would be random.
     """
     if (base := base_of(folder)) != folder:
-        scorer = _load_headless(base, attention, device, trust)
+        scorer = _load_headless(base, attention, device, trust, DTYPES[precision])
         attach_adapters(scorer, folder)
         return scorer
     check_folder(folder)
@@ -113,7 +126,7 @@ def load_scorer(
     if not with_head:
         raise InputError(f"{folder}: no weight 'score.weight'; expected a reward model or critic")
     kind = scorer_class(_config(folder, trust))
-    scorer = _load(kind, folder, attention, device, trust)
+    scorer = _load(kind, folder, attention, device, trust, dtype=DTYPES[precision])
     if scorer.config.num_labels != 1:
         raise InputError(f"{folder}: {scorer.config.num_labels} labels, expected one score")
     return scorer
@@ -143,11 +156,15 @@ def new_scorer(
 
 
 def _load_headless(
-    folder: Path, attention: str, device: torch.device, trust: bool
+    folder: Path,
+    attention: str,
+    device: torch.device,
+    trust: bool,
+    dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
     """A scorer whose head may be new: that of a language model's folder."""
     kind = scorer_class(_config(folder, trust))
-    return _load(kind, folder, attention, device, trust, {"score.weight"}, num_labels=1)
+    return _load(kind, folder, attention, device, trust, {"score.weight"}, dtype, num_labels=1)
 
 
 def _names(file: Path) -> list[str]:
@@ -162,14 +179,15 @@ def _load(
     device: torch.device,
     trust: bool,
     new: Set[str] = frozenset(),
+    dtype: torch.dtype = torch.float32,
     **config,
 ) -> PreTrainedModel:
-    """A model in float32 and evaluation mode, all of whose weights but `new` lie in the folder."""
+    """A model in `dtype` and evaluation mode, all of whose weights but `new` lie in the folder."""
     architecture = _config(folder, trust).architectures
     try:
         model, found = auto.from_pretrained(
             folder,
-            dtype=torch.float32,
+            dtype=dtype,
             attn_implementation=attention,
             use_safetensors=True,
             output_loading_info=True,

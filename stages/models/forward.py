@@ -132,15 +132,22 @@ def step(
     Without padding no mask is told: Mamba would take one over the cache for one over the ids.
     """
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    told = {"position_ids": positions} if takes(type(backbone), "position_ids") else {}
     with attention_kernel(mask):
-        output = backbone(
-            input_ids=ids,
-            attention_mask=mask.long() if padded else None,
-            cache=cache,
-            use_cache=True,
-            **told,
-        )
+        return advance(backbone, ids, mask if padded else None, positions, cache)
+
+
+def advance(
+    backbone: nn.Module, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache
+) -> Tensor:
+    """`step` with the positions (N, S) of the ids told; no mask: nothing is hidden."""
+    told = {"position_ids": positions} if takes(type(backbone), "position_ids") else {}
+    output = backbone(
+        input_ids=ids,
+        attention_mask=None if mask is None else mask.long(),
+        cache=cache,
+        use_cache=True,
+        **told,
+    )
     return output.last_hidden_state
 
 

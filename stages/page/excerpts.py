@@ -75,6 +75,43 @@ def completions(buffer: Path, updates: Path, groups: Sequence[int]) -> dict[int,
     return _by("group", groups, rows)
 
 
+def best_of_rollouts(path: Path) -> dict[str, float | None]:
+    """Mean, picked and best accuracy over the groups of a buffer; None where nothing is to pick.
+
+    Of each group the completions count that have both a rule's and a model's score. Picked is the
+    one of highest `reward_model`; where several share it, the mean of them. Best is 1 where any of
+    them is right.
+    """
+    query = """
+        select avg(mean) as accuracy_rollout, avg(picked) as accuracy_picked_rollout,
+            avg(best) as accuracy_best_rollout
+        from (
+            select avg(correct) as mean, max(correct) as best,
+                avg(correct) filter (where reward_model = highest) as picked
+            from (
+                select "group", (reward_correctness >= 1)::int as correct, reward_model,
+                    max(reward_model) over (partition by "group") as highest
+                from read_parquet($rows)
+                where reward_correctness is not null and reward_model is not null
+            )
+            group by "group" order by "group"
+        )"""
+    return _rows(query, rows=(path, BUFFERS))[0]
+
+
+def best_of_answers(path: Path) -> float | None:
+    """Share of the prompts of an evaluation with a sampled answer that is right (pass@n).
+
+    None where nothing could check the answers.
+    """
+    query = """
+        select avg(best) as best from (
+            select max(correct::int) as best from read_parquet($rows)
+            where not greedy and reward_correctness is not null group by prompt_index
+        )"""
+    return _rows(query, rows=(path, EVALUATIONS))[0]["best"]
+
+
 def _by(key: str, wanted: Sequence[int], rows: list[dict]) -> dict[int, list[dict]]:
     found = {number: [row for row in rows if row[key] == number] for number in wanted}
     return {number: rows for number, rows in found.items() if rows}

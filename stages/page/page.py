@@ -143,6 +143,12 @@ BY_ROUND = {
     "Rewards and behaviour": (
         ("Rule rewards", "mean", "reward_correctness reward_format reward_length", False),
         ("Reward model's score", "logits", "reward_model", False),
+        (
+            "Best of n rollouts",
+            "share right",
+            "accuracy_rollout accuracy_picked_rollout accuracy_best_rollout",
+            False,
+        ),
         ("Length", "tokens", "length length_rollout", True),
         ("Answers that ended", "share", "finished finished_rollout", False),
         ("Clip share", "share of tokens", "clipped_fraction", True),

@@ -1,5 +1,6 @@
 """Keys and values that grow by a token without being copied each time."""
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -30,17 +31,22 @@ class GrowingLayer(DynamicLayer):
     """A layer of the cache whose keys and values have free space behind them.
 
     `DynamicLayer` copies all that it holds for each token: a quarter of a small model's rollout.
+    Under autocast both are held in its type. Rotated keys come in float32, and attention would cast
+    all of them at every token anew, to the same numbers.
     """
 
     def __init__(self, layer: DynamicLayer):
         super().__init__()
         self.lazy_initialization(layer.keys, layer.values)
-        self.keys, self.values = layer.keys, layer.values
+        device = layer.keys.device.type
+        on = torch.is_autocast_enabled(device)
+        self.kind = torch.get_autocast_dtype(device) if on else layer.keys.dtype
+        self.keys, self.values = layer.keys.to(self.kind), layer.values.to(self.kind)
         self.buffers = (GrowingBuffer(), GrowingBuffer())
 
     def update(self, key_states: Tensor, value_states: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
-        self.keys = self.buffers[0].grown(self.keys, key_states)
-        self.values = self.buffers[1].grown(self.values, value_states)
+        self.keys = self.buffers[0].grown(self.keys, key_states.to(self.kind))
+        self.values = self.buffers[1].grown(self.values, value_states.to(self.kind))
         return self.keys, self.values
 
 

@@ -10,31 +10,40 @@ import torch
 from torch import Tensor, nn
 
 from stages.models.compute import attention_kernel
-from stages.models.forward import Ids, Route, prefill, right_pad, route_of, step
+from stages.models.forward import Ids, Route, advance, prefill, right_pad, route_of
 from stages.rollouts.cache import preallocate
 
 
 class CachedRows:
-    """Rows whose keys, values and recurrent states are kept: a token costs one token's pass."""
+    """Rows whose keys, values and recurrent states are kept: a token costs one token's pass.
+
+    Where no prompt was padded the model is told no mask: it would ask the device whether the mask
+    hides anything, at every token, and fused attention on a GPU takes none.
+    """
 
     def __init__(self, backbone: nn.Module, prompts: Sequence[Ids], group: int, route: Route):
-        self.backbone, self.padded = backbone, route != "unpadded"
+        even = route == "shared" and len(set(map(len, prompts))) == 1
+        self.backbone, self.padded = backbone, route != "unpadded" and not even
         read = prefill(backbone, prompts, route)
         if group > 1:
             rows = torch.arange(len(prompts) * group, device=backbone.device) // group
             read = read.select(rows)
         self.hidden, self.mask, self.cache = read.last, read.mask, read.cache  # (N, D), (N, P)
+        self.positions = self.mask.sum(1, keepdim=True)  # (N, 1): that of the next token
         preallocate(self.cache)
 
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows alone; the others have ended."""
         self.cache.reorder_cache(rows)
-        self.mask = self.mask[rows]
+        self.mask, self.positions = self.mask[rows], self.positions[rows]
 
     def read(self, ids: Tensor) -> None:
         """(N,): the token that each row goes on with."""
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(ids), 1)], 1)  # (N, P + t)
-        hidden = step(self.backbone, ids[:, None], self.mask, self.cache, self.padded)
+        if self.padded:
+            self.mask = torch.cat([self.mask, self.mask.new_ones(len(ids), 1)], 1)  # (N, P + t)
+        told = self.mask if self.padded else None
+        hidden = advance(self.backbone, ids[:, None], told, self.positions, self.cache)
+        self.positions = self.positions + 1
         self.hidden = hidden[:, -1]  # (N, D)
 
 

@@ -28,6 +28,9 @@ from stages.rollouts.decoding import CachedRows, WholeRows, side_by_side, start_
 # Rows that have ended are dropped from the batch once they are this share of it: dropping copies
 # the cache.
 DROP_SHARE = 1 / 8
+# After how many tokens a device is asked which rows have ended; 8 where it is not named. Asking
+# makes a GPU wait for all that it was given; on a CPU it costs nothing, and a row leaves at once.
+ASKED_EVERY = {"cpu": 1}
 # Numbers of logits that are held at once where log-probs come from passes over whole rows.
 LOGITS = 2**27
 
@@ -126,15 +129,17 @@ def draw(
 def _decode(
     policy: PreTrainedModel, rows: CachedRows | WholeRows, draws: Tensor | None, sampling: Sampling
 ) -> list[Completion]:
-    """(N rows, draws (N, T) or None) -> N completions; a row that has ended leaves the batch."""
+    """(N rows, draws (N, T) or None) -> N completions; a row that has ended leaves the batch.
+
+    Until it leaves it goes on, and what it says after its stop token is cut off.
+    """
     count, cap, device = len(rows.hidden), sampling.max_new_tokens, policy.device
-    stops = torch.tensor(sampling.stop_ids, device=device)
+    stops = torch.tensor(sampling.stop_ids, dtype=torch.long, device=device)
     ids = torch.zeros(count, cap, dtype=torch.long, device=device)
     log_probs = torch.zeros(count, cap, device=device)
-    lengths = torch.full((count,), cap, device=device)
-    finished = torch.zeros(count, dtype=torch.bool, device=device)
     alive = torch.arange(count, device=device)
-    narrowing = sampling.narrowing()
+    going = torch.ones(count, dtype=torch.bool, device=device)  # of the rows alive
+    narrowing, every = sampling.narrowing(), ASKED_EVERY.get(device.type, 8)
     temperature = 1.0 if draws is None else sampling.temperature
     for t in range(cap):
         logits = head_logits(policy, rows.hidden).float()  # (N, V)
@@ -142,24 +147,28 @@ def _decode(
         chosen = _choose(logits / temperature, uniform, narrowing)  # (N,)
         ids[alive, t] = chosen
         log_probs[alive, t] = token_log_probs(logits, chosen, temperature)
-        ends = torch.isin(chosen, stops) & ~finished[alive]
-        lengths[alive[ends]] = t + 1
-        finished[alive[ends]] = True
-        going = ~finished[alive]
-        running = int(going.sum())
-        if running == 0 or t + 1 == cap:
+        going = going & ~torch.isin(chosen, stops)
+        if t + 1 == cap:
             break
-        if len(alive) - running >= DROP_SHARE * len(alive):
-            kept = going.nonzero()[:, 0]
-            rows.keep(kept)
-            alive, chosen = alive[kept], chosen[kept]
+        if (t + 1) % every == 0:
+            running = int(going.sum())
+            if running == 0:
+                break
+            if len(alive) - running >= DROP_SHARE * len(alive):
+                kept = going.nonzero()[:, 0]
+                rows.keep(kept)
+                alive, going, chosen = alive[kept], going[kept], chosen[kept]
         rows.read(chosen)
     return [
-        Completion(row[:length], logs[:length], done)
-        for row, logs, length, done in zip(
-            ids.tolist(), log_probs.tolist(), lengths.tolist(), finished.tolist(), strict=True
-        )
+        _until_stop(row, logs, sampling.stop_ids)
+        for row, logs in zip(ids.tolist(), log_probs.tolist(), strict=True)
     ]
+
+
+def _until_stop(ids: list[int], log_probs: list[float], stops: tuple[int, ...]) -> Completion:
+    """A row up to its first stop token, or whole."""
+    ends = next((t + 1 for t, token in enumerate(ids) if token in stops), None)
+    return Completion(ids[:ends], log_probs[:ends], ends is not None)
 
 
 def _choose(scaled: Tensor, uniform: Tensor | None, narrowing: LogitsProcessorList) -> Tensor:

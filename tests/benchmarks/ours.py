@@ -172,8 +172,18 @@ class Round:
         self.wanted, self.cursor, self.steps, self.knobs = prompts, 0, 0, knobs
 
     def sample(self, number: int) -> list[dict]:
-        with self.accelerator.autocast():
-            rows = list(self.engine.rows(self.prompts, number, self.cursor, self.wanted, 0))
+        """A round's rows, from weights in the precision that the stage loads them in."""
+        from copy import deepcopy
+        from dataclasses import replace
+
+        from stages.models.checkpoints import DTYPES
+        from stages.models.packing import packed
+
+        exact = self.knobs.precision == "float32"
+        reader = self.policy if exact else deepcopy(self.policy).to(DTYPES[self.knobs.precision])
+        engine = replace(self.engine, policy=reader)  # counts into the same object
+        with self.accelerator.autocast(), packed(reader):
+            rows = list(engine.rows(self.prompts, number, self.cursor, self.wanted, 0))
         self.cursor = self.engine.counts.cursor
         return rows
 

@@ -100,6 +100,27 @@ def test_losses_gradients_and_rewards_are_the_peers(case, loss, dtype):
     close(worse.detach(), expected["rejected_rewards"])
 
 
+@pytest.mark.skipif(not VECTORS.is_file(), reason="no vectors beside the checkout")
+def test_shares_of_unlike_micro_batches_of_pairs_are_the_peers():
+    (case,) = [c for c in json.loads(VECTORS.read_text()) if c["kind"] == "pair_accumulation"]
+    inputs, expected, dtype = case["inputs"], case["expected"], torch.float64
+    for split, wanted in expected["splits"].items():
+        chosen_leaf, chosen, chosen_ref, nc = summed(inputs, "chosen", dtype)
+        rejected_leaf, rejected, rejected_ref, nr = summed(inputs, "rejected", dtype)
+        columns = [chosen, rejected, chosen_ref, rejected_ref, nc, nr, torch.zeros(4, dtype=dtype)]
+        sizes = [int(size) for size in split.split("+")]
+        shares = [
+            LOSSES["dpo"].per_pair(PairLogProbs(*part), knobs_of(inputs, False)).sum() / 4
+            for part in zip(*(column.split(sizes) for column in columns), strict=True)
+        ]
+        sum(shares).backward()
+        assert [share.item() for share in shares] == pytest.approx(wanted["micro_share"])
+        assert sum(shares).item() == pytest.approx(expected["loss"])
+        for leaf, side in ((chosen_leaf, "chosen"), (rejected_leaf, "rejected")):
+            gradient = torch.tensor(expected[f"grad_{side}_logp"], dtype=dtype)
+            torch.testing.assert_close(leaf.grad, gradient, **case["tolerance"]["float64"])
+
+
 def one_pair(c, r, c0=-2.0, r0=-3.0, nc=2, nr=4, margin=0.0) -> PairLogProbs:
     values = [torch.tensor([float(x)], dtype=torch.float64) for x in (c, r, c0, r0, nc, nr, margin)]
     return PairLogProbs(*values)

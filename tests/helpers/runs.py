@@ -5,7 +5,8 @@ from stages.page.page import Run
 FIGURES = (
     "accuracy_sampled accuracy_greedy length finished reward kl_ref kl clipped_fraction entropy"
     " grad_norm reward_correctness reward_format reward_length length_rollout finished_rollout"
-    " reward_model advantage_std groups_without_spread"
+    " reward_model advantage_std groups_without_spread accuracy_best accuracy_rollout"
+    " accuracy_picked_rollout accuracy_best_rollout"
     " sampler_ratio_mean sampler_ratio_max sampler_ratio_cut"
 ).split()
 EVALUATED = FIGURES[:4]

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 from stages.base.errors import InputError
 from stages.base.tokenizers import load_tokenizer
 from stages.models.checkpoints import load_policy, load_scorer, new_scorer
-from stages.models.scorers import scores
+from stages.models.scorers import reference_log_probs, scores
+from stages.rollouts.sampling import Sampling, sample
 from stages.sources.published import load_foreign
 from stages.text.chat import stop_token_ids
 from stages.training.sft import micro_batch_loss
@@ -435,3 +436,26 @@ def test_n15_the_embedding_of_a_foreign_models_pad_id_learns(tmp_path):
     before = weights_of(loaded)["model.embed_tokens.weight"]
     found = learned(loaded, [sft_loss])["model.embed_tokens.weight"]
     assert loaded.config.pad_token_id == 0 and (found[0] != before[0]).any()
+
+
+def test_a_policy_read_in_bf16_samples_log_probs_that_a_step_under_autocast_finds_again(tmp_path):
+    """The ratio at the first step is 1 but for bf16's rounding: of a state, then of the logits."""
+    folder = saved(tmp_path / "policy", llama(vocabulary=SIZE))
+    reader = load_policy(folder, "sdpa", CPU, precision="bf16")
+    trained = load_policy(folder, "sdpa", CPU)
+    assert {p.dtype for p in reader.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in trained.parameters()} == {torch.float32}
+    prompts = [[5, 6, 7, 8], [9, 10]]
+    uniform = torch.rand(2, 8, 24, generator=torch.Generator().manual_seed(0))
+    settings = Sampling(1.0, 1.0, 0, 0.0, 24, (2,))
+    with torch.autocast("cpu", torch.bfloat16):
+        drawn = sample(reader, prompts, uniform, settings)
+        rows = [
+            {"prompt_ids": prompts[place // 8], "completion_ids": completion.ids}
+            for place, completion in enumerate(drawn)
+        ]
+        again = reference_log_probs(trained, rows, 1.0)
+    old = torch.tensor([value for completion in drawn for value in completion.log_probs])
+    ratios = (torch.tensor([value for row in again for value in row]) - old).exp()
+    assert 0 < (ratios - 1).abs().max() < 0.1
+    assert (ratios - 1).abs().mean() < 0.02 and abs(ratios.mean() - 1) < 0.005

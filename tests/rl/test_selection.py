@@ -175,6 +175,33 @@ def test_online_dpo_is_the_peers(case, dtype):
     close(case, gradient, case["expected"]["grad_logp"], dtype)
 
 
+@needs_vectors
+@pytest.mark.parametrize("case", cases("pair_accumulation", "agg=pair-mean"))
+def test_shares_of_unlike_micro_batches_of_pairs_are_the_peers(case):
+    """Rows 0 and 1 are the first pair: the divisor counts all pairs of the step."""
+    i, expected = case["inputs"], case["expected"]
+    width = max(len(i[f"{side}_mask"][0]) for side in ("chosen", "rejected"))
+
+    def rows(name: str, kind) -> torch.Tensor:
+        sides = [i[name.format(side)] for side in ("chosen", "rejected")]
+        padded = [[row + [0] * (width - len(row)) for row in side] for side in sides]
+        return torch.tensor(padded, dtype=kind).transpose(0, 1).reshape(-1, width)
+
+    new, ref = (rows(name, torch.float64) for name in ("{}_logp", "ref_{}_logp"))
+    mask, signs = rows("{}_mask", torch.bool), torch.tensor([[1.0], [-1.0]] * 4).double()
+    weights = token_weights(mask.sum(1), mask.any(1), "seq-mean-token-mean", width, torch.float64)
+    clip = Clip(**NO_CLIP, beta=i["beta"])
+    for split, wanted in expected["splits"].items():
+        shares, start = [], 0
+        for size in (2 * int(pairs) for pairs in split.split("+")):
+            part = slice(start, start + size)
+            loss, _ = pair_loss(new[part], ref[part], signs[part], mask[part], clip)
+            shares.append((loss * weights[part, None]).sum().item())
+            start += size
+        assert shares == pytest.approx(wanted["micro_share"])
+        assert sum(shares) == pytest.approx(expected["loss"])
+
+
 # The loss of pairs.
 
 

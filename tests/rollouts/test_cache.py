@@ -6,7 +6,7 @@ from transformers import DynamicCache
 
 from stages.models.forward import prefill, step
 from stages.rollouts.cache import GrowingBuffer, GrowingLayer, preallocate
-from tests.helpers.models import POLICIES, gpt2, sliding_mistral
+from tests.helpers.models import POLICIES, gpt2, llama, sliding_mistral
 
 PROMPTS = [[5, 6, 7, 8], [5, 6, 7], [5, 6, 7, 8, 9, 10]]
 
@@ -32,6 +32,25 @@ def test_the_same_states_bit_for_bit_also_once_rows_have_left(make):
             states.append(step(model.base_model, ids, mask, cache))
         assert cache.get_seq_length() == mask.shape[1]
         found.append(states)
+    assert all(torch.equal(plain, grows) for plain, grows in zip(*found, strict=True))
+
+
+@torch.inference_mode()
+def test_under_autocast_keys_are_held_in_bf16_and_the_states_are_the_same_bits():
+    model, found = llama(), []
+    with torch.autocast("cpu", torch.bfloat16):
+        for grows in (False, True):
+            read = prefill(model.base_model, PROMPTS)
+            cache, mask, states = read.cache, read.mask, []
+            assert cache.layers[0].keys.dtype == torch.float32
+            if grows:
+                preallocate(cache)
+            for t in range(5):
+                mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
+                states.append(step(model.base_model, torch.full((3, 1), t), mask, cache))
+            found.append(states)
+    assert {layer.keys.dtype for layer in cache.layers} == {torch.bfloat16}
+    assert {layer.values.dtype for layer in cache.layers} == {torch.bfloat16}
     assert all(torch.equal(plain, grows) for plain, grows in zip(*found, strict=True))
 
 

@@ -8,7 +8,10 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from stages.models import packing
+from stages.models.packing import packed
 from stages.rollouts import sampling as module
 from stages.rollouts.sampling import Sampling, sample, uniforms
 from tests.helpers.models import (
@@ -287,6 +290,80 @@ def test_dropping_finished_rows_changes_nothing(make, share, monkeypatch):
     for got, row in zip(sample(model, PROMPTS, streams, options), wanted, strict=True):
         assert got.ids == row.ids and got.finished == row.finished
         assert got.log_probs == pytest.approx(row.log_probs, abs=1e-5)
+
+
+@each_model
+def test_rows_that_stay_after_their_end_change_nothing(make, monkeypatch):
+    model, options = make(), settings(temperature=1.3, stop_ids=(0, 11, 12, 13, 14))
+    streams = draws(4, 6, 12)
+    wanted = sample(model, PROMPTS, streams, options)
+    assert len({len(row.ids) for row in wanted}) > 3
+    monkeypatch.setitem(module.ASKED_EVERY, "cpu", 5)
+    for got, row in zip(sample(model, PROMPTS, streams, options), wanted, strict=True):
+        assert got.ids == row.ids and got.finished == row.finished
+        assert got.log_probs == pytest.approx(row.log_probs, abs=1e-5)
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations whose result the host must read, so that a GPU could not run ahead."""
+
+    NAMES = ("item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select")
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+        by_mask = any(i is not None and i.dtype == torch.bool for i in indices)
+        if by_mask or name in self.NAMES:
+            self.found[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}], ids=str)
+@pytest.mark.parametrize("even", [True, False], ids=["prompts of one length", "padded"])
+def test_the_host_waits_once_a_check_and_once_a_token_where_prompts_are_padded(
+    even, options, monkeypatch
+):
+    model, prompts = llama(), [[3, 9, 27], [7, 1, 4] if even else [7]]
+    found = []
+    for cap in (17, 33):  # nothing ends: the rows stay as they are
+        monkeypatch.setitem(module.ASKED_EVERY, "cpu", 8)
+        with Waits() as waits:
+            sample(model, prompts, draws(2, 3, cap), settings(max_new_tokens=cap, **options))
+        found.append(waits.found.total())
+    assert found[1] - found[0] == 16 / 8 + (0 if even else 16)
+
+
+def test_packed_weights_sample_the_same_tokens_and_log_probs_to_rounding(monkeypatch):
+    monkeypatch.setattr(packing, "PACKING_PAYS", 1)
+    model, options, streams = llama(tied=False), settings(stop_ids=(11, 12)), draws(4, 6, 12)
+    wanted = sample(model, PROMPTS, streams, options)
+    with packed(model):
+        got = sample(model, PROMPTS, streams, options)
+    for row, plain in zip(got, wanted, strict=True):
+        assert row.ids == plain.ids
+        assert row.log_probs == pytest.approx(plain.log_probs, abs=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("even", [True, False], ids=["prompts of one length", "padded"])
+def test_on_a_gpu_the_log_probs_are_those_of_a_full_pass_and_the_host_seldom_waits(even):
+    model = llama().to("cuda")
+    prompts = [[3, 9, 27], [7, 1, 4] if even else [7]]
+    sample(model, prompts, draws(2, 3, 4), settings(max_new_tokens=4))
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning, match="synchronizing") as waits:
+            rows = sample(model, prompts, draws(2, 3, 64), settings(max_new_tokens=64))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) <= 64 / 8 + 16 + (0 if even else 64)
+    for number, row in enumerate(rows):
+        wanted = plain_log_probs(model.cpu(), prompts[number // 3], row.ids, 1.0)
+        torch.testing.assert_close(torch.tensor(row.log_probs), wanted, rtol=0, atol=1e-4)
 
 
 def test_greedy_with_a_sliding_window_is_transformers_generate():

@@ -7,128 +7,49 @@ import signal
 import subprocess
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 import torch
-from click.testing import CliRunner
 
-from stages.base import command, kept, scratch
-from stages.base.environment import SAVE_MINUTES, SCRATCH
+from stages.base import kept, scratch
+from stages.base.environment import SAVE_MINUTES
 from stages.base.kept import Kept
 from stages.base.scratch import Work
-from stages.base.tables import BUFFERS, PAIRS, exact, write_table
-from stages.models.checkpoints import save_model
-from stages.rows import inputs
+from stages.base.tables import BUFFERS, exact
 from tests.helpers.cuts import Cut, cutting
-from tests.helpers.models import byte_tokenizer, gpt2, gpt2_scorer, random_ids
-from tests.helpers.tiny import ROOT, small_params, write
+from tests.helpers.long_stages import (
+    BY_ROWS,
+    CHANGES,
+    RULE,
+    alone,
+    copy,
+    make,
+    run,
+    set_knobs,
+    words,
+)
+from tests.helpers.tiny import ROOT
 from tests.pipeline.running import content
 
 EVERY_BATCH = "0.0000001"
-# Scores that float32 does not hold, and groups whose answers are alike.
-RULE = """
-def share(text, answer, entry):
-    return 0.1 if len(answer) == 2 else len(set(text)) / 7 % 1
-"""
-CHANGES = {
-    "verifier": "odd_rule:share",
-    "prompts_per_step": 7,
-    "num_rollouts": 3,
-    "max_new_tokens": 6,
-    "overlong_buffer": 3,
-    "rollout_batch_size": 6,
-    "dynamic_sampling": 3,
-    "temperature": 0.9,
-    "score_batch_size": 4,
-    "beta": 0.05,
-    "evaluate__samples": 2,
-    "evaluate__batch_size": 4,
-    "sft__max_length": 40,
-}
-STAGES = {
-    "tokenize_sft": "--task task/sft.jsonl --base models/sft",
-    "tokenize_preferences": "--task task/preferences.jsonl --base models/sft",
-    "rollout": "--round 1 --policy models/sft --task task/prompts.jsonl --source data/source",
-    "score": "--rollouts rollouts.parquet --policy models/sft --reward-model models/rm"
-    " --reference models/sft",
-    "evaluate": "--policy models/sft --task task/prompts.jsonl --source data/source",
-    "score_pairs": "--train pairs.parquet --validation pairs.parquet --reference models/sft",
-}
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A folder with models with dropout, prompts, rows of every kind and a table of rollouts."""
-    folder = tmp_path_factory.mktemp("made")
-    (folder / "data" / "source").mkdir(parents=True)
-    (folder / "data" / "source" / "odd_rule.py").write_text(RULE)
-    tokenizer = byte_tokenizer()
-    policy = gpt2(vocabulary=len(tokenizer), dropout=0.2)
-    policy.generation_config.eos_token_id = [2, *range(40, 90)]
-    for name, model in {"sft": policy, "rm": gpt2_scorer(vocabulary=len(tokenizer))}.items():
-        (folder / "models" / name).mkdir(parents=True)
-        save_model(folder / "models" / name, model, tokenizer)
-    words = ["ab", "hello", "x", "some words", "é", "longer still", "zz", "seven", "to", "cat"]
-    rows = {"prompts": [], "sft": [], "preferences": []}
-    for i in range(17):
-        word = words[i % 10]
-        prompt = [{"role": "user", "content": word * (1 + i // 10)}]
-        rows["prompts"].append({"prompt": prompt, "answer": word})
-        rows["sft"].append({"prompt": word, "completion": "" if i in (3, 9) else word * i})
-        pair = {"prompt": word, "chosen": f"{word}!", "rejected": "" if i == 8 else "no"}
-        rows["preferences"].append(pair)
-    (folder / "task").mkdir()
-    for name, lines in rows.items():
-        text = "".join(json.dumps(row) + "\n" for row in lines)
-        (folder / "task" / f"{name}.jsonl").write_text(text)
-    pairs = []
-    for i in range(9):
-        prompt, chosen, rejected = random_ids(i, 2 + i % 3, 2 + i % 2, 1 + i % 4)
-        ids = {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
-        pairs.append(ids | {"margin": 0.5 * i})
-    write_table(folder / "pairs.parquet", PAIRS, pairs, {})
-    with pytest.MonkeyPatch.context() as patch:
-        alone(patch, folder)
-        result = run("rollout", "first")
-        assert result.exit_code == 0, result.output
-    shutil.move(folder / "first" / "out.parquet", folder / "rollouts.parquet")
-    return folder
-
-
-def alone(patch, folder: Path) -> None:
-    """Work in a folder, as a process of its own does."""
-    patch.chdir(folder)
-    patch.setattr(command, "stop_with_parent", lambda: None)
-    patch.setattr(inputs, "BATCH", 4)
-    patch.setattr(sys, "path", list(sys.path))
-    patch.delitem(sys.modules, "odd_rule", raising=False)
-    patch.delenv(SCRATCH, raising=False)
-    write(folder / "params.yaml", small_params(**CHANGES))
+    return make(tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture
 def project(made, tmp_path, monkeypatch):
     """A copy of that folder to work in, where every batch is written as it comes."""
-    folder = shutil.copytree(made, tmp_path / "run")
+    folder = copy(made, tmp_path / "run")
     threads = torch.get_num_threads()
     alone(monkeypatch, folder)
     monkeypatch.setenv(SAVE_MINUTES, EVERY_BATCH)
     yield folder
     torch.set_num_threads(threads)
-
-
-def words(stage: str, name: str) -> list[str]:
-    outputs = f"--out {name}/out.parquet"
-    if stage == "score_pairs":
-        outputs = f"--train-out {name}/train.parquet --validation-out {name}/validation.parquet"
-    return [*STAGES[stage].split(), *outputs.split(), "--figures", f"{name}/figures.json"]
-
-
-def run(stage: str, name: str):
-    return CliRunner().invoke(getattr(import_module(f"stages.{stage}"), stage), words(stage, name))
 
 
 def cut_off(monkeypatch, stage: str, name: str, after: int) -> None:
@@ -150,7 +71,7 @@ def counted(monkeypatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", BY_ROWS)
 def test_a_stage_cut_off_after_any_batch_ends_at_the_bytes_of_an_undisturbed_one(
     project, monkeypatch, stage
 ):
@@ -190,8 +111,8 @@ def test_score_keeps_what_each_model_measured(project, monkeypatch):
     total = len(counted_batches(project))
     cut_off(monkeypatch, "score", "cut", total + 2)
     result = run("score", "cut")
-    assert f"score-rollouts: goes on after batch {total} of reward model (" in result.output
-    assert "score-rollouts: goes on after batch 2 of reference (" in result.output
+    assert f"score-out: goes on after batch {total} of reward model (" in result.output
+    assert "score-out: goes on after batch 2 of reference (" in result.output
     assert content(project / "cut") == content(project / "whole")
 
 
@@ -280,9 +201,7 @@ def another_prompt(folder: Path) -> None:
 
 
 CHANGED = {
-    "a knob": lambda folder: write(
-        folder / "params.yaml", small_params(**CHANGES | {"temperature": 1.1})
-    ),
+    "a knob": lambda folder: set_knobs(folder, temperature=1.1),
     "a prompt": another_prompt,
     "the verifier": lambda folder: edit(folder / "data" / "source" / "odd_rule.py"),
     "the model": lambda folder: edit(folder / "models" / "sft" / "generation_config.json"),
@@ -313,7 +232,7 @@ def test_rows_from_the_hub_are_not_kept_by_the_tokenizing_stages(project, monkey
     assert run("tokenize_sft", "out").exit_code == 0
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", BY_ROWS)
 def test_nothing_is_written_where_it_is_switched_off_or_too_short(project, monkeypatch, stage):
     monkeypatch.setattr(kept, "write_part", None)
     for minutes in ("0", "10"):

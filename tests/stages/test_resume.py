@@ -16,6 +16,7 @@ from stages.base import command
 from stages.base.environment import SAVE_MINUTES, SCRATCH
 from stages.base.scratch import save_state
 from stages.base.tables import SFT, write_table
+from stages.clear_scratch import clear_scratch
 from stages.models.recompute import recomputes
 from stages.train_direct import train_direct
 from stages.train_rm import train_rm
@@ -92,6 +93,34 @@ def test_at_most_two_states_are_kept(project, monkeypatch):
     cut_off(monkeypatch, "train_sft", "cut", 4)
     found = [path.name for path in project.glob(".scratch/*/step-*")]
     assert sorted(found) == ["step-000000003", "step-000000004"]
+
+
+def old(folder: Path, days: float) -> Path:
+    moment = time.time() - days * 86400
+    folder.mkdir(parents=True, exist_ok=True)
+    os.utime(folder, (moment, moment))
+    return folder
+
+
+def test_work_that_nothing_was_written_to_for_two_weeks_goes_and_nothing_else(project, monkeypatch):
+    """The scratch may be a folder with other things in it."""
+    name = f"optimize-3-{'0a' * 10}"
+    stale, fresh = old(project / ".scratch" / name, 15), old(project / ".scratch" / f"b{name}", 13)
+    others = [old(project / ".scratch" / name, 99) for name in ("photos", "thesis-2024", name[:-1])]
+    cut_off(monkeypatch, "train_sft", "cut", 1)
+    assert not stale.exists() and fresh.exists() and all(folder.exists() for folder in others)
+
+
+def test_one_command_clears_the_scratch_and_nothing_else_in_its_folder(project, monkeypatch):
+    assert "nothing to remove" in CliRunner().invoke(clear_scratch).output
+    name = f"optimize-3-{'0a' * 10}"
+    stale, other = old(project / ".scratch" / name, 3), old(project / ".scratch" / "photos", 3)
+    cut_off(monkeypatch, "train_sft", "cut", 2)
+    result = CliRunner().invoke(clear_scratch, ["--days", "2"])
+    assert result.output == f".scratch/{name}: removed, 0.0 MB, 3.0 days old\n"
+    assert not stale.exists() and other.exists() and newest(project)
+    assert ": removed, " in CliRunner().invoke(clear_scratch).output
+    assert list(project.glob(".scratch/*")) == [other]
 
 
 def newest(folder: Path) -> Path:

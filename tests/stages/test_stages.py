@@ -431,6 +431,9 @@ def test_the_report_has_a_line_for_every_round_and_for_the_sft_policy(finished):
         assert row["reward"] == figures(finished, f"score/{k}")["reward"]
         found = figures(finished, f"evaluate/{k}")["accuracy_sampled"]
         assert row["accuracy_sampled"] == found
+        answers = [a for a in rows(finished, f"evaluations/round-{k}") if not a["greedy"]]
+        right = {a["prompt_index"] for a in answers if a["correct"]}
+        assert row["accuracy_best"] == len(right) / 6
     assert table[0]["reward"] is None  # DVC would draw an empty field of a CSV as 0
     assert len(curve(finished / "plots" / "steps.csv")) == 4
     metrics = json.loads((finished / "metrics" / "round-2.json").read_text())
@@ -519,7 +522,7 @@ def test_a_report_of_answers_that_nothing_could_check_has_no_accuracy(copy):
     assert figures(copy, "evaluate/2")["accuracy_sampled"] is None
     succeed(copy, "report", **knobs)
     table = json.loads((copy / "plots" / "rounds.json").read_text())
-    assert table[-1]["accuracy_sampled"] is None
+    assert table[-1]["accuracy_sampled"] is None and table[-1]["accuracy_best"] is None
 
 
 @pytest.mark.parametrize("stage", ORDER)
