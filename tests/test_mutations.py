@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 OBJECTIVES = "stages/rl/objectives.py"
 ADVANTAGES = "stages/rl/advantages.py"
+CORRECTION = "stages/rl/correction.py"
 EPOCHS = "stages/rl/epochs.py"
 TARGETS = "stages/rl/targets.py"
 SUPERVISED = "stages/training/supervised.py"
@@ -298,6 +299,24 @@ FAULTS = [
         '_padded(rows, "log_probs_ref", mask)',
         '_padded(rows, "log_probs_old", mask)',
         "tests/rl/test_epochs.py",
+    ),
+    Fault(
+        "factor of another engine's sample upside down",
+        CORRECTION,
+        'torch.tensor(row["log_probs_old"]) - torch.tensor(row["log_probs_sampler"])',
+        'torch.tensor(row["log_probs_sampler"]) - torch.tensor(row["log_probs_old"])',
+    ),
+    Fault(
+        "factor of another engine's sample without its cut",
+        CORRECTION,
+        "logs.clamp(max=math.log(cap)).exp()",
+        "logs.exp()",
+    ),
+    Fault(
+        "factor of another engine's sample left out",
+        EPOCHS,
+        "loss = loss * stack([self.targets.factors[i] for i in batch], mask)",
+        "pass",
     ),
     Fault(
         "temperature left out",

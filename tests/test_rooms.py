@@ -32,6 +32,7 @@ DISK = {
     "models/adapters.py",
     "models/checkpoints.py",
     "models/trainer_state.py",
+    "rollouts/vllm_client.py",  # what it tells the engine and hears of it
     "rows/formats.py",
     "rows/readers.py",
     "sources/published.py",

@@ -12,6 +12,7 @@ from stages.base.knobs import (
     Seed,
     Temperature,
     Verification,
+    choice,
     number,
     regular_expression,
     whole,
@@ -27,6 +28,12 @@ class Knobs(Reading, Verification):
     prompts: Prompts
     prompts_per_step: whole("Prompts sampled in one round.", ge=1)
     num_rollouts: NumRollouts
+    sampler: choice(
+        "What samples: the pipeline's own engine, or vLLM, found by RLHF_VLLM. It takes no top_p,"
+        " top_k or min_p: they change what its log-probs are of.",
+        "own",
+        "vllm",
+    )
     temperature: Temperature
     top_p: number("Keep the likeliest tokens up to this probability; 1: all.", gt=0, le=1)
     top_k: whole("Keep this many of the likeliest tokens; 0: all.", ge=0)
@@ -50,6 +57,17 @@ class Knobs(Reading, Verification):
     overlong_buffer: whole(
         "reward_length falls from 0 to -1 over the last so many tokens below max_new_tokens.", ge=0
     )
+
+    @model_validator(mode="after")
+    def sampler_keeps_the_support(self) -> Self:
+        if self.sampler == "vllm":
+            for name, all_of_it in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+                if (found := getattr(self, name)) != all_of_it:
+                    raise ValueError(
+                        f"{name}: found {found}, expected {all_of_it} with sampler vllm: its"
+                        " log-probs would be of the tokens that are kept, the policy's are of all"
+                    )
+        return self
 
     @model_validator(mode="after")
     def overlong_buffer_fits(self) -> Self:

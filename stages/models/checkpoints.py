@@ -74,12 +74,12 @@ def load_policy(
 ) -> PreTrainedModel:
     """A causal language model in evaluation mode; its own code needs `trust`.
 
-    `precision` is that of the weights: bf16 for stages that read the model and do not train it. Of
-    a folder of adapters it is their base with them in it, frozen.
+    `precision` is that of the weights: bf16 for stages that read the model and do not train it.
+    Of a folder of adapters it is their base with them in it, frozen.
     """
-    base, dtype = base_of(folder), DTYPES[precision]
+    base = base_of(folder)
     check_causal(base, _config(base, trust).architectures)
-    policy = _load(AutoModelForCausalLM, base, attention, device, trust, dtype=dtype)
+    policy = _load(AutoModelForCausalLM, base, attention, device, trust, dtype=DTYPES[precision])
     try:
         check_head(policy)
     except ValueError as error:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -100,21 +99,32 @@ class _HeadLogProbs(torch.autograd.Function):
     """Log-probs of a linear head by pieces: keeps the logsumexp of each token, and no logits.
 
     With p the softmax of z, the logits over the temperature, the gradient by z of log p[id] is
-    onehot(id) - p.
+    onehot(id) - p. All pieces take the same room, in place: what a piece needs is one (N, V), and a
+    second one for the entropy.
     """
 
     @staticmethod
     def forward(ctx, hidden, ids, weight, bias, config, temperature, entropy):
         cast = _autocast_dtype(hidden)
         states, rows, shift = _cast(cast, hidden, weight, bias)
-        log_probs, sums, entropies = [], [], []
+        log_probs, sums, entropies, room = [], [], [], _Room(rows, shift)
         for part in pieces(len(ids), len(weight)):
-            logits = finished(config, linear(states[part], rows, shift))  # (N, V)
-            scaled = _scale(logits, temperature)
-            sums.append(scaled.logsumexp(-1))
-            log_probs.append(scaled.gather(-1, ids[part, None])[:, 0] - sums[-1])
+            scaled = _scale(finished(config, room.logits(states[part])), temperature)  # (N, V)
+            top = scaled.amax(-1, keepdim=True)
+            below = scaled.sub_(top)  # at most 0, so that no exponential overflows
+            chosen = below.gather(-1, ids[part, None])[:, 0]
             if entropy:
-                entropies.append(torch.special.entr((scaled - sums[-1][:, None]).exp_()).sum(-1))
+                below.clamp_(
+                    min=torch.finfo(below.dtype).min
+                )  # -inf times its mass, 0, is no number
+                mass = room.exponentials(below)
+            else:
+                mass = below.exp_()
+            total = mass.sum(-1)
+            log_probs.append(chosen - total.log())
+            sums.append(top[:, 0] + total.log())
+            if entropy:
+                entropies.append(total.log() - torch.linalg.vecdot(mass, below) / total)
         ctx.save_for_backward(hidden, ids, weight, bias, torch.cat(sums))
         ctx.config, ctx.temperature, ctx.cast = config, temperature, cast
         found = torch.cat(entropies) if entropy else None
@@ -133,15 +143,18 @@ class _HeadLogProbs(torch.autograd.Function):
                 (hidden, weight, bias), [ctx.needs_input_grad[i] for i in (0, 2, 3)], strict=True
             )
         )
+        room = _Room(rows, shift)
         for part in pieces(len(ids), len(weight)):
+            product = room.logits(states[part])  # (N, V)
             with torch.enable_grad():
-                product = linear(states[part], rows, shift).detach().requires_grad_()  # (N, V)
-                scaled = _scale(finished(ctx.config, product), ctx.temperature)
-            by_scaled = (scaled.detach() - sums[part, None]).exp_().mul_(-gradient[part, None])
+                leaf = product.detach().requires_grad_()
+                scaled = _scale(finished(ctx.config, leaf), ctx.temperature)
+            values = product if scaled is leaf else scaled.detach().clone()
+            by_scaled = values.sub_(sums[part, None]).exp_().mul_(-gradient[part, None])
             by_scaled.scatter_add_(1, ids[part, None], gradient[part, None])
             by_product = by_scaled
-            if scaled is not product:
-                (by_product,) = torch.autograd.grad(scaled, product, by_scaled)
+            if scaled is not leaf:
+                (by_product,) = torch.autograd.grad(scaled, leaf, by_scaled)
             if of_hidden is not None:
                 of_hidden[part] = by_product @ rows
             if of_weight is not None and of_weight.dtype == by_product.dtype:
@@ -151,6 +164,33 @@ class _HeadLogProbs(torch.autograd.Function):
             if of_bias is not None:
                 of_bias += by_product.sum(0)
         return of_hidden, None, of_weight, of_bias, None, None, None
+
+
+class _Room:
+    """Memory for the logits of one piece and their exponentials, which every piece takes anew.
+
+    The C library hands a block of this size back to the kernel, and each page of a new one costs a
+    fault.
+    """
+
+    def __init__(self, rows: Tensor, shift: Tensor | None):
+        self.rows, self.shift = rows, shift
+        self.of_logits = self.of_exponentials = None
+
+    def logits(self, states: Tensor) -> Tensor:
+        """(N, D) -> (N, V): a view that the next call overwrites."""
+        if self.of_logits is None:
+            self.of_logits = states.new_empty(len(states), len(self.rows))
+        out = self.of_logits[: len(states)]
+        if self.shift is None:
+            return torch.mm(states, self.rows.t(), out=out)
+        return torch.addmm(self.shift, states, self.rows.t(), out=out)
+
+    def exponentials(self, values: Tensor) -> Tensor:
+        """(N, V) -> (N, V), likewise."""
+        if self.of_exponentials is None:
+            self.of_exponentials = torch.empty_like(values)
+        return torch.exp(values, out=self.of_exponentials[: len(values)])
 
 
 def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:

@@ -73,7 +73,8 @@ def fill(
     """Units of rows that belong together -> micro-batches of row numbers, in order.
 
     Each holds up to `batch_size` rows and, where there is a `limit`, that many padded tokens by the
-    rows' `lengths`. No unit is parted: one that is too large goes alone.
+    rows' `lengths`: of more, units of like length go together. No unit is parted: one that is too
+    large goes alone.
     """
     batches: list[list[list[int]]] = []
     rows = batch_size
@@ -84,23 +85,32 @@ def fill(
         batches[-1].append(unit)
         rows += len(unit)
     if limit is not None:
-        batches = [
-            [batch[place] for place in part]
-            for batch in batches
-            for part in within(([lengths[row] for row in unit] for unit in batch), limit)
-        ]
+        batches = [part for batch in batches for part in _cut_units(batch, lengths, limit)]
     return [[row for unit in batch for row in unit] for batch in batches]
 
 
 def cut(
     batch: Sequence[int], lengths: Sequence[int], limit: int | None, sides: int = 1
 ) -> list[list[int]]:
-    """A micro-batch of row numbers -> micro-batches of at most `limit` padded tokens, in its order.
+    """A micro-batch of row numbers -> micro-batches of at most `limit` padded tokens.
 
-    `sides` rows are read for each number: 2 of a pair. A row above the limit goes alone.
+    `sides` rows are read for each number: 2 of a pair. A row above the limit goes alone. One that
+    is within the limit stays as it is; of others rows of like length go together.
     """
-    parts = within(([lengths[row]] * sides for row in batch), limit)
-    return [[batch[place] for place in part] for part in parts]
+    if limit is None:
+        return [list(batch)]
+    units = [[row] * sides for row in batch]
+    return [[unit[0] for unit in part] for part in _cut_units(units, lengths, limit)]
+
+
+def _cut_units(units: list[list[int]], lengths: Sequence[int], limit: int) -> list[list[list[int]]]:
+    """Units of rows -> parts of at most `limit` padded tokens, sorted where they are several."""
+    of_units = [[lengths[row] for row in unit] for unit in units]
+    if sum(map(len, units)) * max(map(max, of_units)) <= limit:
+        return [units]
+    order = sorted(range(len(units)), key=lambda place: max(of_units[place]))
+    parts = within((of_units[place] for place in order), limit)
+    return [[units[order[place]] for place in part] for part in parts]
 
 
 def in_order(
@@ -108,7 +118,11 @@ def in_order(
 ) -> list[list[int]]:
     """Row lengths -> micro-batches of rows as they come, cut where they hold too many tokens."""
     batches = chunks(range(len(lengths)), batch_size)
-    return [part for batch in batches for part in cut(batch, lengths, limit, sides)]
+    return [
+        [batch[place] for place in part]
+        for batch in batches
+        for part in within(([lengths[row]] * sides for row in batch), limit)
+    ]
 
 
 def pair_lengths(rows) -> list[int]:

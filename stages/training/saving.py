@@ -87,7 +87,7 @@ class Saver:
 
 
 def tensors_of(models: Models) -> dict[str, Tensor]:
-    """Trained weights, moments and the random generators of all processes, each a tensor alone."""
+    """Trained weights, moments and the generators of all processes, each a tensor of its own."""
     own = {"random/cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         own["random/cuda"] = torch.cuda.get_rng_state()

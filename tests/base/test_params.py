@@ -66,8 +66,17 @@ def test_the_committed_defaults_are_valid_for_every_stage(monkeypatch):
         params.load(knobs)
 
 
+@pytest.mark.parametrize(
+    "knob, value, whole", [("top_p", 0.9, 1.0), ("top_k", 5, 0), ("min_p", 0.1, 0.0)]
+)
+def test_vllm_samples_from_the_whole_vocabulary(complaint, accepted, knob, value, whole):
+    assert getattr(accepted(sampler="own", **{knob: value}), knob) == value
+    message = complaint(sampler="vllm", **{knob: value})
+    assert f"{knob}: found {value}, expected {whole} with sampler vllm" in message
+
+
 def test_every_script_has_knobs_and_every_knobs_module_has_a_script():
-    assert set(KNOBS) == SCRIPTS - {"show"}  # which reads what lies there and is no stage
+    assert set(KNOBS) == SCRIPTS - {"show", "merge", "clear_scratch"}  # commands beside the stages
 
 
 def test_a_missing_knob_is_named_with_what_it_takes(tmp_path, monkeypatch):

@@ -203,7 +203,7 @@ class Round:
 
 def grpo(args) -> dict:
     """Rounds of sampling and one update each; the reward is the exact match, as the peer's is."""
-    run, sampling, learning = Round(args.prompts), [], []
+    run, sampling, learning, learned = Round(args.prompts), [], [], []
     for number in range(1, args.steps + 1):
         start = time.perf_counter()
         rows = run.sample(number)
@@ -214,6 +214,7 @@ def grpo(args) -> dict:
         tokens = sum(len(row["completion_ids"]) for row in rows)
         sampling.append((middle - start, tokens / (middle - start)))
         learning.append(time.perf_counter() - middle)
+        learned.append(tokens / learning[-1])
     half = args.steps // 2
     update = statistics.median(learning[half:])
     return {
@@ -221,6 +222,7 @@ def grpo(args) -> dict:
         "rollout_tokens_s": statistics.median(rate for _, rate in sampling[half:]),
         "optimize_s": update,
         "optimize_completions_s": len(rows) / update,
+        "optimize_tokens_s": statistics.median(learned[half:]),
     }
 
 

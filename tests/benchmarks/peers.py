@@ -134,12 +134,14 @@ def grpo(args) -> dict:
     seconds = step_seconds(trainer)
     lengths = logged(trainer, "completions/mean_length")
     rates = [completions * n / s for n, s in zip(lengths, sampling, strict=True)]
-    learning = warm([whole - part for whole, part in zip(seconds, sampling, strict=True)])
+    learning = [whole - part for whole, part in zip(seconds, sampling, strict=True)]
+    learned = [completions * n / s for n, s in zip(lengths, learning, strict=True)]
     return {
         "rollout_s": warm(sampling),
         "rollout_tokens_s": warm(rates),
-        "optimize_s": learning,
-        "optimize_completions_s": completions / learning,
+        "optimize_s": warm(learning),
+        "optimize_completions_s": completions / warm(learning),
+        "optimize_tokens_s": warm(learned),
     }
 
 

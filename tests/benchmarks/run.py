@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.run                     # all but growth, into docs/benchmarks.*
     python -m tests.benchmarks.run --only sft,reward --models tiny
+    python -m tests.benchmarks.run --long              # answers of up to 256 tokens, SmolLM2 alone
     python -m tests.benchmarks.run --only growth       # how cost grows
 
 Both sides take the same model, rows and machine; they run in turn, A B A B, each in a process of
@@ -37,6 +38,11 @@ STEPS = {
 }
 # of which the reference is run before the first step, in either side's process
 PAIRS = {"tiny": 512, "smollm2": 64}
+# Rows of real length: an optimizer step is of 16 rows still, or of 2 prompts with 8 completions,
+# but passes are cut by tokens.
+LONG_ROUND = (2, 8)
+LONG_STEPS = {"sft": 2, "reward": 2, "grpo": 2}
+LONG = {"max_new_tokens": 256, "train_max_tokens": 2048, "forward_max_tokens": 8192}
 TURNS = 2
 
 
@@ -46,10 +52,19 @@ class Bench:
 
     folder: Path
     bf16: bool
+    long: bool = False
+
+    def round(self, model: str) -> tuple[int, int]:
+        """Prompts of a round, and samples of each."""
+        return LONG_ROUND if self.long else ROUND[model]
+
+    def steps(self, model: str, work: str) -> tuple:
+        return ("--steps", LONG_STEPS[work] if self.long else STEPS[model][work])
 
     def ours(self, model: str, work: str, *words, **knobs) -> dict:
         place = self.folder / model
-        set_knobs(place, *ROUND[model], precision="bf16" if self.bf16 else "float32", **knobs)
+        knobs |= {"precision": "bf16" if self.bf16 else "float32"} | (LONG if self.long else {})
+        set_knobs(place, *self.round(model), **knobs)
         command = ["-m", "tests.benchmarks.ours", work, "--folder", place, *words]
         return self._figures(*command)
 
@@ -95,7 +110,7 @@ def row(work: str, model: str, unit: str, figure: str, ours: dict, peer: dict, n
 
 
 def sft(bench: Bench, model: str) -> list[dict]:
-    steps = ("--steps", STEPS[model]["sft"])
+    steps = bench.steps(model, "sft")
     answers, peer = alternate(
         lambda: bench.ours(model, "sft", *steps),
         lambda: bench.peer(model, "sft", "sft", *steps),
@@ -118,7 +133,7 @@ def share(model: str, ours: dict, peak: dict) -> dict:
 
 
 def reward(bench: Bench, model: str) -> list[dict]:
-    steps = ("--steps", STEPS[model]["reward"])
+    steps = bench.steps(model, "reward")
     ours, peer = alternate(
         lambda: bench.ours(model, "reward", *steps),
         lambda: bench.peer(model, "reward", "preferences", *steps),
@@ -136,15 +151,22 @@ def direct(bench: Bench, model: str) -> list[dict]:
 
 
 def grpo(bench: Bench, model: str) -> list[dict]:
-    prompts, samples = ROUND[model]
-    steps = ("--steps", STEPS[model]["grpo"])
-    sizes = ("--prompts", prompts, "--samples", samples, "--max-new", 12)
+    prompts, samples = bench.round(model)
+    steps = bench.steps(model, "grpo")
+    sizes = ("--prompts", prompts, "--samples", samples)
+    sizes += ("--max-new", LONG["max_new_tokens"] if bench.long else 12)
     ours, peer = alternate(
         lambda: bench.ours(model, "grpo", *steps, "--prompts", prompts),
         lambda: bench.peer(model, "grpo", "prompts", *steps, *sizes),
     )
-    loop = bench.peer(model, "loop", "prompts", *sizes)
     tokens, learned = ("tokens/s", "rollout_tokens_s"), ("completions/s", "optimize_completions_s")
+    if bench.long:
+        # Completions differ in length: what was learned from is counted in their tokens.
+        return [
+            row("rollout", model, *tokens, ours, peer, "TRL"),
+            row("optimize", model, "tokens/s", "optimize_tokens_s", ours, peer, "TRL"),
+        ]
+    loop = bench.peer(model, "loop", "prompts", *sizes)
     return [
         row("rollout", model, *tokens, ours, peer, "TRL"),
         row("rollout", model, *tokens, ours, loop, "plain loop"),
@@ -235,22 +257,27 @@ def main() -> None:
     choices, usual = [*COMPARED, "idle", "growth"], [*COMPARED, "idle"]
     parser.add_argument("--only", default=",".join(usual), help=f"of {', '.join(choices)}")
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--long", action="store_true", help="answers of real length, SmolLM2 alone")
     parser.add_argument("--bf16", action="store_true", help="both sides under bf16 autocast")
     parser.add_argument("--work", type=Path, help="keep models and rows here, for another run")
     parser.add_argument("--table", type=Path, default=TABLE)
     args = parser.parse_args()
+    if args.long:
+        args.models, named = "smollm2", args.only.split(",")
+        args.only = ",".join(name for name in named if name in LONG_STEPS)
     if unknown := set(args.only.split(",")) - set(choices):
         parser.error(f"--only: found {', '.join(unknown)}, expected some of {', '.join(choices)}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.work or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        measure(Bench(folder, args.bf16), args)
+        folder = folder / "long" if args.long else folder
+        measure(Bench(folder, args.bf16, args.long), args)
 
 
 def measure(bench: Bench, args) -> None:
     """Run what was asked for; the table is written after each part, so that a stop loses little."""
     models, only, start = args.models.split(","), args.only.split(","), time.perf_counter()
-    prepare(bench.folder, models)
+    prepare(bench.folder, models, bench.long)
     table = json.loads(args.table.read_text()) if args.table.exists() else page.EMPTY
     table |= {"machine": machine()}
     for name, compare in COMPARED.items():
@@ -258,7 +285,7 @@ def measure(bench: Bench, args) -> None:
             if (name, model) == ("rounds", "tiny"):
                 continue
             fresh = [
-                line | {"precision": "bf16" if bench.bf16 else "float32"}
+                line | {"precision": "bf16" if bench.bf16 else "float32", "long": bench.long}
                 for line in compare(bench, model)
             ]
             table["rows"] = page.merged(table["rows"], fresh)

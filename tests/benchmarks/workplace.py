@@ -1,6 +1,7 @@
 """What the two sides of a comparison read: models, rows and knobs, in a temporary folder."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -28,9 +29,12 @@ def call(folder: Path, *command) -> str:
     return done.stdout
 
 
-def prepare(folder: Path, models: list[str]) -> None:
-    """Rows of the embedded task; a folder for each model with all that it takes."""
-    if not (folder / "prompts.jsonl").exists():
+def prepare(folder: Path, models: list[str], long: bool = False) -> None:
+    """Rows of the embedded task, or long ones; a folder for each model with all that it takes."""
+    folder.mkdir(exist_ok=True)
+    if long:
+        write_long_rows(folder)
+    elif not (folder / "prompts.jsonl").exists():
         set_knobs(folder, task__config={"min_word_len": 3, "max_word_len": 8})
         stage(folder, "prepare_task", "--out", "task")
         for file in (folder / "task").iterdir():
@@ -39,6 +43,28 @@ def prepare(folder: Path, models: list[str]) -> None:
     missing = [place for place in places if not (place / "pairs.parquet").exists()]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda place: fill(place, places[place]), missing))
+
+
+def write_long_rows(folder: Path, count: int = 512) -> None:
+    """Word problems with worked solutions, as long as those of GSM8K; a wrong one ends otherwise.
+
+    They are made by reasoning-gym's gsm_symbolic (Mirzadeh et al. 2024), the same ones each time.
+    """
+    import reasoning_gym
+
+    rows: dict[str, list] = {"sft": [], "preferences": [], "prompts": []}
+    for entry in reasoning_gym.create_dataset("gsm_symbolic", size=count, seed=1):
+        solution = entry["metadata"]["answer_cot"]
+        asked = {"role": "user", "content": entry["question"]}
+        right, wrong = (
+            [asked, {"role": "assistant", "content": text}]
+            for text in (solution, solution.translate(str.maketrans("0123456789", "1234567890")))
+        )
+        rows["sft"].append({"messages": right})
+        rows["preferences"].append({"chosen": right, "rejected": wrong})
+        rows["prompts"].append({"prompt": [asked], "answer": entry["answer"]})
+    for name, lines in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def fill(place: Path, model: str) -> None:

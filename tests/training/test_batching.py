@@ -99,15 +99,15 @@ def test_groups_are_reshuffled_in_each_epoch_and_round():
 
 def test_a_micro_batch_of_too_many_tokens_is_cut_and_a_row_above_the_limit_goes_alone():
     lengths = [5, 6, 50, 7, 1]
-    assert cut([4, 0, 1, 3, 2], lengths, 20) == [[4, 0, 1], [3], [2]]
-    assert cut([4, 0, 1, 3, 2], lengths, 20, sides=2) == [[4, 0], [1], [3], [2]]
-    assert cut([3, 1], lengths, None) == [[3, 1]]
+    assert cut([3, 0, 2, 1, 4], lengths, 20) == [[4, 0, 1], [3], [2]]
+    assert cut([3, 0, 2, 1, 4], lengths, 20, sides=2) == [[4, 0], [1], [3], [2]]
+    assert cut([3, 1, 4], lengths, None) == cut([3, 1, 4], lengths, 21) == [[3, 1, 4]]
 
 
 def test_rows_in_order_are_cut_by_number_and_by_tokens():
     assert in_order([1, 1, 1, 9, 9], 2, None) == [[0, 1], [2, 3], [4]]
     assert in_order([1, 1, 1, 9, 9], 2, 10) == [[0, 1], [2], [3], [4]]
-    assert in_order([1, 1, 1, 9, 9], 4, 10, sides=2) == [[0, 1, 2], [3], [4]]
+    assert in_order([1, 1, 9, 1, 9], 5, 10, sides=2) == [[0, 1], [2], [3], [4]]
 
 
 def test_units_fill_micro_batches_and_are_never_parted():
@@ -122,6 +122,6 @@ def test_units_fill_micro_batches_and_are_never_parted():
 def test_units_are_cut_apart_where_a_pass_would_hold_too_many_padded_tokens():
     pairs, lengths = [[0, 1], [2, 3], [4, 5]], [3, 4, 1, 5, 2, 2]
     assert fill(pairs, 6, lengths, 30) == [[0, 1, 2, 3, 4, 5]]  # 6 rows of 5
-    assert fill(pairs, 6, lengths, 29) == [[0, 1, 2, 3], [4, 5]]  # 4 rows of 5, 2 of 2
+    assert fill(pairs, 6, lengths, 29) == [[4, 5, 0, 1], [2, 3]]  # 4 rows of 4, 2 of 5
     assert fill(pairs, 4, lengths, 100) == [[0, 1, 2, 3], [4, 5]]
-    assert fill(pairs, 6, lengths, 1) == pairs
+    assert fill(pairs, 6, lengths, 1) == [[4, 5], [0, 1], [2, 3]]

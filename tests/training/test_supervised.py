@@ -112,7 +112,7 @@ def test_a_limit_on_tokens_cuts_micro_batches_and_changes_no_step(limit, sides):
     assert got.plan() == got.plan()
     counts = [row["count"] for row in ROWS]
     for step, uncut in zip(got.plan(), wanted.plan(), strict=True):
-        assert [row for batch in step for row in batch] == [row for b in uncut for row in b]
+        assert sorted(sum(step, [])) == sorted(sum(uncut, []))
         for batch in step:
             widest = max(counts[row] for row in batch)
             assert len(batch) == 1 or sides * len(batch) * widest <= limit
