@@ -247,3 +247,11 @@ def test_a_base_that_is_no_whole_model_is_refused(workspace, base):
     path.write_text(json.dumps(told))
     with pytest.raises(InputError, match="models/policy/1.*expected"):
         load("models/policy/1")
+
+
+def test_what_only_reads_a_policy_in_bf16_has_its_adapters_in_bf16_too(workspace):
+    wanted = logits(adapted())
+    policy = load_policy(Path("models/policy/1"), "eager", CPU, precision="bf16")
+    assert {weight.dtype for weight in policy.parameters()} == {torch.bfloat16}
+    assert torch.allclose(logits(policy).float(), wanted, atol=0.15)
+    assert (logits(load("models/sft")) - wanted).abs().max() > 0.5

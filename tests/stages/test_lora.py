@@ -24,34 +24,7 @@ ROWS += ["split_preferences"]
 ROUND = ("rollout", "score", "optimize", "evaluate")
 CPU = torch.device("cpu")
 BRANCH = {"branches": {"dpo": "models/sft"}}
-DIRECT = ("score_pairs", "train_direct", "evaluate_direct")
-
-
-def branch_options(script: str) -> dict[str, str]:
-    """dvc.yaml's options of a branch `dpo` that starts from models/sft."""
-    train, validation = (f"data/direct/dpo/{name}.parquet" for name in ("train", "validation"))
-    figures = f"data/figures/{script}/dpo.json"
-    return {
-        "score_pairs": {
-            "--reference": "models/sft",
-            "--train-out": train,
-            "--validation-out": validation,
-            "--figures": figures,
-        },
-        "train_direct": {
-            "--train": train,
-            "--validation": validation,
-            "--policy": "models/sft",
-            "--out": "models/direct/dpo",
-            "--curve": "data/curves/train_direct/dpo.csv",
-            "--figures": figures,
-        },
-        "evaluate_direct": {
-            "--policy": "models/direct/dpo",
-            "--out": "data/evaluations/direct-dpo.parquet",
-            "--figures": "data/figures/evaluate/direct-dpo.json",
-        },
-    }[script]
+DIRECT = ("score_pairs@dpo", "train_direct@dpo", "evaluate_direct@dpo")
 
 
 def made(tmp_path_factory, stages, **knobs) -> Path:
@@ -76,7 +49,7 @@ def everywhere(tmp_path_factory):
     stages += [f"{s}@{k}" for k in (1, 2) for s in ROUND]
     folder = made(tmp_path_factory, stages, loss="ppo", **EVERYWHERE)
     for stage in DIRECT:
-        succeed(folder, stage, branch_options(stage), loss="ppo", **EVERYWHERE)
+        succeed(folder, stage, loss="ppo", **EVERYWHERE, **BRANCH)
     return folder
 
 
