@@ -246,7 +246,8 @@ def test_every_option_of_a_script_is_fed_from_dvc_yaml(name):
 @pytest.mark.parametrize("name", BODIES)
 def test_every_path_on_a_command_line_is_a_dependency_or_an_output_and_the_reverse(name):
     stage = BODIES[name]
-    paths = {value for option, value in command_of(stage).items() if option != "--round"}
+    plain_values = ("--round", "--kind")
+    paths = {v for option, v in command_of(stage).items() if option not in plain_values}
     data = {dep for dep in stage["deps"] if not dep.startswith("stages/")}
     assert paths <= data | outputs_of(stage)
     # Knobs name files below data/source and models/source themselves, folders of adapters their
@@ -506,7 +507,7 @@ def test_a_rule_or_a_file_under_data_source_concerns_the_stages_that_may_read_it
         found = names_of(stale(committed))
     finally:
         path.unlink()
-    assert found == READ_ROWS
+    assert found == READ_ROWS - {"tokenize_labelled"}  # which depends on its one file
 
 
 def test_a_model_under_models_source_concerns_the_stage_that_reads_it(committed):
