@@ -15,8 +15,8 @@ spec.loader.exec_module(memory)
 
 SIZES = {
     "vocab_size": 90,
-    "hidden_size": 96,
-    "intermediate_size": 320,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
     "max_position_embeddings": 99,
 }
 HEADS = {"num_key_value_heads": 2, "head_dim": 32}
