@@ -57,7 +57,7 @@ BY_ROWS = {
 }
 BY_STEPS = {
     "train_sft": "--data made/tokenize_sft/out --base models/sft",
-    "train_rm": "--train made/tokenize_preferences/out"
+    "train_rm": "--kind bradley_terry --train made/tokenize_preferences/out"
     " --validation made/tokenize_preferences/out --sft models/sft",
     "train_direct": "--train made/score_pairs/train --validation made/score_pairs/validation"
     " --policy models/sft",

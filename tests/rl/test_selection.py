@@ -5,10 +5,14 @@ Against peers' numbers (shared/vectors/direct.json), hand arithmetic and slow pl
 
 import json
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from stages.base.errors import InputError
+from stages.optimize import checked_targets, warn_of_stale_steps
 from stages.rl.advantages import best_and_worst, best_of_group
 from stages.rl.objectives import OBJECTIVES, Clip, pair_loss, token_weights
 from stages.rl.targets import make_targets
@@ -365,3 +369,38 @@ def test_raft_looks_at_no_reference_and_at_nothing_of_what_it_left_out():
             row["log_probs_old"] = [math.nan] * len(row["log_probs_old"])
     got = run("raft", rows, beta=0.0)
     assert same_weights(got.weights(), wanted.weights())
+
+
+# What the stage says.
+
+
+@pytest.mark.parametrize(
+    ("knobs", "rewards", "expected"),
+    [
+        ({"loss": "online_dpo"}, [1.0, 1.0, 0.0, 0.0], "in each group the rewards are all alike"),
+        (
+            {"loss": "raft", "skip_wrong_groups": True},
+            [1.0, 0.0, 2.0, 0.0],
+            "in each group no answer is right (skip_wrong_groups)",
+        ),
+        ({"loss": "raft"}, [None] * 4, "no completion has a reward; expected at least one"),
+    ],
+)
+def test_a_buffer_with_nothing_to_train_on_is_refused_in_one_line(knobs, rewards, expected):
+    rows = hand_rows(reward=rewards, reward_correctness=[0.0] * 4)
+    chosen = SimpleNamespace(loss=knobs["loss"])
+    with pytest.raises(InputError) as refusal:
+        checked_targets(Path("b.parquet"), rows, settings(**knobs, beta=0.1), chosen)
+    assert str(refusal.value).startswith("b.parquet: ") and expected in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_several_passes_without_a_target_kl_are_told_of(capsys):
+    chosen = SimpleNamespace(loss="raft")
+    for options, told in (
+        ({"ppo_epochs": 2}, True),
+        ({"ppo_epochs": 2, "target_kl": 0.1}, False),
+        ({"ppo_epochs": 1}, False),
+    ):
+        warn_of_stale_steps(chosen, settings("raft", **options), steps=8)
+        assert ("loss raft has no clip: in 2 passes" in capsys.readouterr().out) == told
