@@ -27,6 +27,7 @@ from stages.base.tables import ROLLOUTS, write_table
 from stages.base.tokenizers import load_tokenizer
 from stages.knobs.rollout import Knobs
 from stages.models import processes
+from stages.models.adapters import base_of, shape_of
 from stages.models.checkpoints import load_policy
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.packing import packed
@@ -125,9 +126,12 @@ def make_rules(knobs) -> Rules:
 
 def make_vllm(policy: Path, model, prompts: list[Prompt], knobs: Knobs) -> VllmSampler:
     """vLLM in place of our own sampling; `model` states its rows' log-probs."""
+    base, adapter = base_of(policy), None
+    if base != policy:
+        adapter = {"folder": str(policy), "rank": shape_of(policy).rank}
     options = {
-        "model": str(policy),
-        "adapter": None,
+        "model": str(base),
+        "adapter": adapter,
         "device": model.device.type,
         "dtype": "bfloat16" if knobs.precision == "bf16" else "float32",
         "positions": max(len(prompt.ids) for prompt in prompts) + knobs.max_new_tokens,

@@ -20,6 +20,7 @@ import sys
 from dataclasses import dataclass
 
 PR_SET_PDEATHSIG = 1
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # room for adapters that vLLM can be asked for
 
 
 def main() -> None:
@@ -56,7 +57,7 @@ def start(options: dict) -> tuple["Engine", dict]:
         enforce_eager=True,
         disable_log_stats=True,
         enable_lora=adapter is not None,
-        max_lora_rank=adapter["rank"] if adapter else 16,
+        max_lora_rank=next(r for r in RANKS if adapter is None or r >= adapter["rank"]),
         **of_device(options["device"]),
     )
     request = None

@@ -1,5 +1,6 @@
 """Sampling by vLLM: the protocol with stand-ins for it, and the real engine where there is one."""
 
+import copy
 import math
 import os
 import shutil
@@ -8,15 +9,19 @@ import time
 from contextlib import contextmanager
 
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
 from stages.base.environment import VLLM, engine_variables, vllm
 from stages.base.errors import InputError
+from stages.base.knobs import Lora
 from stages.base.randomness import derive
+from stages.models.adapters import adapter_weights, add_adapters, save_adapters
 from stages.rollouts.engine import Engine, Prompt
 from stages.rollouts.sampling import Sampling
 from stages.rollouts.vllm_client import Engines, Server, VllmSampler, check_rows, reach
 from tests.helpers import fake_vllm
-from tests.helpers.models import VOCABULARY, llama, plain_log_probs, saved
+from tests.helpers.models import VOCABULARY, llama, llama_config, plain_log_probs, saved
 
 IDS = [[3, 9, 27, 33], [7], [3, 9], [40, 41]]
 PROMPTS = [Prompt(i, ids, f"prompt {i}", None, None) for i, ids in enumerate(IDS)]
@@ -312,8 +317,11 @@ def marked(test):
 
 @pytest.fixture(scope="module")
 def policy_folder(tmp_path_factory):
-    """A policy of 64 ids in a folder, as vLLM loads it: with heads of a size that it has."""
-    policy = llama(vocabulary=320, hidden_size=128, num_attention_heads=4, num_key_value_heads=4)
+    """A policy in a folder, with heads of a size that vLLM has."""
+    config = llama_config(vocabulary=320)
+    config.update({"hidden_size": 128, "head_dim": 32, "num_key_value_heads": 4})
+    torch.manual_seed(0)
+    policy = LlamaForCausalLM(config).eval()
     return saved(tmp_path_factory.mktemp("policy") / "policy", policy), policy
 
 
@@ -334,14 +342,32 @@ def test_the_real_engine_samples_from_the_policy_and_the_same_rows_each_time(pol
 
 
 @marked
+def test_the_real_engine_serves_adapters_over_their_base(policy_folder, tmp_path):
+    folder, policy = policy_folder
+    policy = copy.deepcopy(policy)
+    torch.manual_seed(0)
+    lora = Lora(rank=4, alpha=8, dropout=0.0, targets="all-linear")
+    add_adapters(policy, folder, lora)
+    for weight in adapter_weights(policy).values():
+        torch.nn.init.normal_(weight, std=0.3)
+    save_adapters(tmp_path, policy)
+    adapter = {"folder": str(tmp_path), "rank": 4}
+    with sampler(REAL, policy, OPTIONS | {"model": str(folder), "adapter": adapter}) as made:
+        groups = made(PROMPTS, 1, range(4))
+    for row in (row for group in groups for row in group):
+        assert row.log_probs_sampler == pytest.approx(row.log_probs, abs=1e-3)
+
+
+@marked
 def test_the_real_server_samples_from_the_policy(policy_folder, tmp_path):
     folder, policy = policy_folder
     port, log = "18765", (tmp_path / "log").open("w+")
-    words = ["serve", str(folder), "--port", port, "--dtype", "float32", "--max-model-len", "64"]
+    words = ["--model", str(folder), "--port", port, "--dtype", "float32", "--max-model-len", "64"]
     words += ["--logprobs-mode", "processed_logprobs", "--enforce-eager"]
+    words += ["--no-enable-chunked-prefill"]
     environment = engine_variables(1, None) | {"VLLM_CPU_KVCACHE_SPACE": "1"}
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    command = [REAL, "-m", "vllm.entrypoints.cli.main", *words]
+    command = [REAL, "-m", "vllm.entrypoints.openai.api_server", *words]
     process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:
         deadline = time.monotonic() + 300
