@@ -506,7 +506,10 @@ def test_the_report_goes_by_the_rounds_and_not_by_the_files_that_lie_about(copy)
 def test_the_order_of_rounds_in_the_params_changes_nothing(copy, monkeypatch):
     before = (copy / "reports" / "index.html").read_bytes()
     backwards = dict(reversed(SMALL["rounds"].items()))
-    monkeypatch.setattr(params, "load", lambda knobs: knobs(rounds=backwards, branches={}))
+    load = params.load
+    monkeypatch.setattr(
+        params, "load", lambda knobs: load(knobs).model_copy(update={"rounds": backwards})
+    )
     succeed(copy, "report")
     assert (copy / "reports" / "index.html").read_bytes() == before
 
