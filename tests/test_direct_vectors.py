@@ -7,7 +7,7 @@ from tests.helpers.tiny import ROOT
 
 VECTORS = SHARED / "vectors" / "direct.json"
 LOSSES, SELECTION = "tests/direct/test_losses.py", "tests/rl/test_selection.py"
-OUTCOME = "tests/training/test_outcome.py"
+OUTCOME = "tests/reward/test_outcome.py"
 # (kind, convention) -> the tests that run its cases.
 TESTED = {
     ("preference_loss.dpo", "reduce=sum"): LOSSES,

@@ -55,6 +55,7 @@ def buffer(s: float) -> list[dict]:
             "sample": i,
             "reward": 1.0 if i < ones else 0.0,
             "reward_correctness": None,
+            "log_probs_sampler": None,
             "prompt_ids": [0],
             "completion_ids": [0 if i < ones else 1],
             "log_probs_old": [log_probs[0 if i < ones else 1]],
