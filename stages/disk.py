@@ -55,7 +55,6 @@ def _sizes(part: Part) -> dict[str, str]:
 def what_can_go(found: Storage, scratch: int) -> list[str]:
     """A line for each thing that can go: its size and the command."""
     rounds = [part.moments for name, part in found.parts.items() if name.startswith("round ")]
-    copies = sum(min(part.here, part.cached) for part in found.parts.values())
     lines = {
         "moments of all rounds but the newest: python -m stages.drop_moments --keep 1": sum(
             rounds[:-1]
@@ -64,7 +63,7 @@ def what_can_go(found: Storage, scratch: int) -> list[str]:
             found.unnamed
         ),
         "states of stages that were cut off: python -m stages.clear_scratch": scratch,
-        "here and in the cache as well: dvc checkout --relink": copies,
+        "here and in the cache as well: dvc checkout --relink": found.copies,
     }
     told = [f"{decimal(size)} {line}" for line, size in lines.items() if size]
     return ["", "What can go:", *told] if told else ["", "Nothing can go."]

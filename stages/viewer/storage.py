@@ -35,10 +35,14 @@ class Part:
 
 @dataclass
 class Storage:
-    """Parts by name, rounds in their order, and the bytes of the cache that no part names."""
+    """Parts by name, rounds in their order.
+
+    And bytes: of the cache that no part names, and here of copies of what the cache holds.
+    """
 
     parts: dict[str, Part] = field(default_factory=dict)
     unnamed: int = 0
+    copies: int = 0
 
 
 def storage_of(root: Path, cache: Path) -> Storage:
@@ -50,7 +54,7 @@ def storage_of(root: Path, cache: Path) -> Storage:
         raise InputError(f"{root / 'dvc.lock'}: missing; expected a pipeline that has run")
     objects = {f"{p.parent.name}{p.name}": p.stat() for p in cache.glob("files/md5/??/*")}
     linked = {(stat.st_dev, stat.st_ino) for stat in objects.values()}
-    found = Storage()
+    held, found = set(objects), Storage()
     for path, md5 in sorted(outputs(root / "dvc.lock").items(), key=_order):
         part = Part(cached=sum(_taken(objects, md5, cache)))
         for file in files_of(root / path):
@@ -59,6 +63,7 @@ def storage_of(root: Path, cache: Path) -> Storage:
             kind = kind if path.startswith("models/") else "tables"
             own = not file.is_symlink() and (stat.st_dev, stat.st_ino) not in linked
             part += Part(**{kind: stat.st_size}, here=stat.st_size * own)
+        found.copies += part.here * (md5 in held)
         name = name_of(path)
         found.parts[name] = found.parts.get(name, Part()) + part
     found.unnamed = sum(stat.st_size for stat in objects.values())

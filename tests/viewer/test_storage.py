@@ -57,7 +57,10 @@ def place(tmp_path):
         text = json.dumps(listed).encode()
         listings += len(text) * (out == "models/policy/2")
         lock.append({"path": out, "md5": put(cache, text, ".dir")[0]})
-    lock.append({"path": "metrics/run.json"})
+    (root / "metrics").mkdir()
+    (root / "metrics/run.json").write_bytes(b"r" * 9)
+    lock.append({"path": "metrics/run.json", "md5": "0" * 32})
+    lock.append({"path": "data/source", "hash": "other"})
     write(root / "dvc.lock", {"stages": {"all": {"cmd": "x", "outs": lock}}})
     put(cache, b"o" * 12345)
     return root, cache, listings
@@ -72,8 +75,9 @@ def test_a_round_is_its_policy_and_its_tables(place):
         weights=1310, moments=2000, tables=70, here=1070, cached=1000 + 2000 + 300 + 70 + listing
     )
     assert found.parts["models/sft"].weights == 1110 and found.parts["models/sft"].here == 1100
-    assert found.parts["the rest of data"].tables == 5
+    assert found.parts["the rest of data"].here == 5 + 9
     assert found.unnamed == 12345
+    assert found.copies == 1070 + 1100 + 5  # metrics are in Git, and not in the cache
 
 
 def test_what_is_in_the_cache_counts_once(place):
