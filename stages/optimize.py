@@ -2,8 +2,8 @@
 
 Reads   data/buffers/round-k.parquet, the policy folder that the round starts from, models/rm (for a
         new critic)
-Knobs   loss and all that belongs to it, seed, nonfinite, device, precision, threads, processes,
-        attention, trust_remote_code
+Knobs   loss and all that belongs to it, lora, keep_weights, keep_moments, seed, nonfinite, device,
+        precision, threads, processes, attention, trust_remote_code
 Writes  models/policy/k (under lora adapters alone; with trainer/: optimizer, critic, counters),
         data/updates/round-k.parquet (what the update did to each completion), a curve by step,
         figures
@@ -28,6 +28,7 @@ from stages.base.contents import (
     check_vocabulary,
 )
 from stages.base.errors import BadKnob, InputError
+from stages.base.files import check_room
 from stages.base.metrics import Means, write_json
 from stages.base.positions import positions_of
 from stages.base.randomness import seed_everything
@@ -41,7 +42,13 @@ from stages.models.checkpoints import load_policy, load_scorer, new_scorer
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
 from stages.models.recompute import recompute_layers
-from stages.models.trainer_state import TrainerState, load_optimizer, load_trainer, save_policy
+from stages.models.trainer_state import (
+    TrainerState,
+    load_optimizer,
+    load_trainer,
+    policy_bytes,
+    save_policy,
+)
 from stages.rl.advantages import has_spread, rows_of_groups
 from stages.rl.correction import correction_figures
 from stages.rl.epochs import Learner, Round, StepRecord
@@ -78,6 +85,8 @@ def optimize(
         targets = checked_targets(buffer, rows, settings, knobs)
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         learner, state = load_learner(start, reward_model, knobs, accelerator.device)
+        kept = {"weights": knobs.keep_weights, "moments": knobs.keep_moments}
+        check_room(out, policy_bytes([model for _, model in pairs(learner).values()], **kept))
         tokenizer = load_tokenizer(start, knobs.model.trust_remote_code)
         check_vocabulary(buffer, largest, vocabulary_of(learner.policy), start)
         check_positions(buffer, BUFFERS, positions_of(learner.policy.config), start)
@@ -100,7 +109,7 @@ def optimize(
         prompt_cursor=cursor,
         rounds=[*state.rounds, round_number],
     )
-    save_policy(out, learner.policy, tokenizer, state, pairs(learner), learner.critic)
+    save_policy(out, learner.policy, tokenizer, state, pairs(learner), learner.critic, **kept)
     write_json(figures, found)
     saver.done()
     say(found, round=round_number, objective=knobs.loss)
@@ -216,11 +225,13 @@ def load_learner(
 ) -> tuple[Learner, TrainerState]:
     """Policy, critic where the objective needs one, optimizers as the last round left them."""
     state, trust = load_trainer(start), knobs.model.trust_remote_code
-    if state.optimizers and (base_of(start) != start) != (knobs.lora is not None):
+    if state.rounds and (base_of(start) != start) != (knobs.lora is not None):
         was, told = ("whole", "set") if knobs.lora else ("by adapters", "null")
         raise BadKnob(
             "lora", f"is {told}, but {start} was trained {was}; expected its round to be run again"
         )
+    if state.rounds and not state.optimizers:
+        click.echo(f"{start}: no moments were kept; this round starts with fresh ones")
     policy, critic = load_policy(start, knobs.attention, device, trust), None
     seed_everything(knobs.seed, "optimize", "adapters", "policy")
     make_trainable(policy, start, knobs.lora, "lora")

@@ -3,8 +3,8 @@
 Reads   models/source, where model.source lies in it
 Knobs   model, seed, attention, max_new_tokens: what the model must be able to do is tried here, so
         that no later stage finds it out
-Writes  models/base: a Hugging Face folder in float32 with a fast tokenizer, a pad token (none that
-        ends a turn, where there is another), and every stop token named
+Writes  models/base: a Hugging Face folder in float32 (or model.keep_weights) with a fast tokenizer,
+        a pad token (none that ends a turn, where there is another), and every stop token named
 
 The default is a small random Llama over bytes; a hub id, a local folder or a GGUF file do as well.
 Under models/source they are a dependency; elsewhere they could change unseen, and a line says so.
@@ -47,7 +47,7 @@ def prepare_model(source: Path, out: Path) -> None:
     model.generation_config.eos_token_id = stops
     check_fit(model, len(tokenizer), stops, knobs.max_new_tokens)
     with replacing(out, folder=True) as folder:
-        save_model(folder, model, tokenizer)
+        save_model(folder, model, tokenizer, knobs.model.keep_weights)
         route = try_out(folder, knobs)
         config = read_json(folder / "config.json")
         write_json(folder / "config.json", config | {ROUTE: route})

@@ -19,7 +19,7 @@ import torch
 from stages.base import params
 from stages.base.command import SharedStage, launched, paths, say
 from stages.base.contents import check_contents, check_positions, check_vocabulary
-from stages.base.files import replacing
+from stages.base.files import check_room, replacing
 from stages.base.metrics import write_json
 from stages.base.positions import positions_of
 from stages.base.randomness import seed_everything
@@ -31,7 +31,7 @@ from stages.direct.pairs import chosen_kl, losses, pair_log_probs, sums_of
 from stages.knobs.train_direct import Direct, Knobs
 from stages.models import processes
 from stages.models.adapters import make_trainable
-from stages.models.checkpoints import load_policy, save_model
+from stages.models.checkpoints import load_policy, save_model, saved_bytes
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
 from stages.models.recompute import recompute_layers
@@ -62,6 +62,7 @@ def train_direct(
         tokenizer = load_tokenizer(start, trust)
         seed_everything(knobs.seed, "train_direct", "adapters")
         make_trainable(policy, start, knobs.direct.lora, "direct.lora")
+        check_room(out, saved_bytes(policy, knobs.direct.keep_weights))
         if knobs.gradient_checkpointing:
             recompute_layers(policy)
         for path, found in largest.items():
@@ -82,7 +83,7 @@ def train_direct(
     if processes.number():
         return  # the first one writes
     with replacing(out, folder=True) as folder:
-        save_model(folder, policy, tokenizer)
+        save_model(folder, policy, tokenizer, knobs.direct.keep_weights)
     found = {f"{name}_before": before[name] for name in ("loss", *FIGURES)} | after
     found |= {"validation_pairs": len(held_out), "pairs": len(rows), "steps": len(steps)}
     found["skipped"] = sum(step["skipped"] for step in steps)

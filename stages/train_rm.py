@@ -21,7 +21,7 @@ import torch
 from stages.base import params
 from stages.base.command import SharedStage, launched, paths, say
 from stages.base.contents import check_contents, check_positions, check_vocabulary
-from stages.base.files import replacing
+from stages.base.files import check_room, replacing
 from stages.base.metrics import write_json
 from stages.base.positions import positions_of
 from stages.base.randomness import seed_everything
@@ -31,7 +31,7 @@ from stages.base.tokenizers import load_tokenizer
 from stages.knobs.train_rm import Knobs, Rm
 from stages.models import processes
 from stages.models.adapters import make_trainable
-from stages.models.checkpoints import new_scorer, save_model
+from stages.models.checkpoints import new_scorer, save_model, saved_bytes
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
 from stages.models.recompute import recompute_layers
@@ -77,6 +77,7 @@ def train_rm(
         scorer = new_scorer(sft, knobs.attention, accelerator.device, trust)
         make_trainable(scorer, sft, knobs.rm.lora, "rm.lora")
         tokenizer = load_tokenizer(sft, trust)
+        check_room(out, saved_bytes(scorer, knobs.rm.keep_weights))
         if knobs.gradient_checkpointing:
             recompute_layers(scorer)
         for path, found in largest.items():
@@ -96,7 +97,7 @@ def train_rm(
     if processes.number():
         return  # the first one writes
     with replacing(out, folder=True) as folder:
-        save_model(folder, scorer, tokenizer)
+        save_model(folder, scorer, tokenizer, knobs.rm.keep_weights)
     found |= {"steps": len(steps), "skipped": sum(step["skipped"] for step in steps)}
     write_json(figures, found)
     saver.done()

@@ -18,7 +18,7 @@ import torch
 from stages.base import params
 from stages.base.command import SharedStage, launched, paths, say
 from stages.base.contents import check_contents, check_positions, check_vocabulary
-from stages.base.files import replacing
+from stages.base.files import check_room, replacing
 from stages.base.metrics import write_json
 from stages.base.positions import positions_of
 from stages.base.randomness import seed_everything
@@ -28,7 +28,7 @@ from stages.base.tokenizers import load_tokenizer
 from stages.knobs.train_sft import Knobs
 from stages.models import processes
 from stages.models.adapters import make_trainable
-from stages.models.checkpoints import load_policy, save_model
+from stages.models.checkpoints import load_policy, save_model, saved_bytes
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
 from stages.models.recompute import recompute_layers
@@ -54,6 +54,7 @@ def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> 
         tokenizer = load_tokenizer(base, trust)
         seed_everything(knobs.seed, "train_sft", "adapters")
         make_trainable(policy, base, knobs.sft.lora, "sft.lora")
+        check_room(out, saved_bytes(policy, knobs.sft.keep_weights))
         if knobs.gradient_checkpointing:
             recompute_layers(policy)
         check_vocabulary(data, largest, vocabulary_of(policy), base)
@@ -65,7 +66,7 @@ def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> 
     if processes.number():
         return  # the first one writes
     with replacing(out, folder=True) as folder:
-        save_model(folder, policy, tokenizer)
+        save_model(folder, policy, tokenizer, knobs.sft.keep_weights)
     found = summary(steps)
     write_json(figures, found)
     saver.done()
@@ -74,7 +75,7 @@ def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> 
 
 def train(accelerator, policy, rows, knobs: Knobs, log: Callable, saver=None) -> list[dict]:
     """All epochs; returns one row of figures per optimizer step, each logged as it comes."""
-    knobs_of_sft = knobs.sft.model_dump(exclude={"lora"})
+    knobs_of_sft = knobs.sft.model_dump(exclude={"lora", "keep_weights"})
     recipe = Recipe(
         stage="train_sft",
         seed=knobs.seed,

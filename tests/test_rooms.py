@@ -42,6 +42,7 @@ DISK = {
     "viewer/models.py",
     "viewer/places.py",
     "viewer/rows.py",
+    "viewer/storage.py",
 }
 TOUCHES = {
     *("open", "read_text", "write_text", "read_bytes", "write_bytes", "mkdir", "unlink", "glob"),

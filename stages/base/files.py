@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from stages.base.errors import InputError
+
 # A disk that takes no more. Libraries in Rust (safetensors, tokenizers) say so in words only.
 CANNOT_WRITE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EIO}
 FORBIDDEN = {errno.EACCES, errno.EPERM}
@@ -67,6 +69,20 @@ def _number_of(error: BaseException) -> int | None:
         return error.errno
     found = IN_WORDS.search(str(error))
     return int(found[1]) if found else None
+
+
+def check_room(path: Path, size: int) -> None:
+    """Raise InputError where the disk that `path` will lie on has less free than `size` bytes.
+
+    Asked before a stage trains, which may take days.
+    """
+    there = next(p for p in (path, *path.absolute().parents) if p.exists())
+    free = shutil.disk_usage(there).free
+    if free < size:
+        raise InputError(
+            f"{path}: about {size / 1e9:,.3f} GB will be written, but {free / 1e9:,.3f} GB are free"
+            " on its disk; expected as much (`python -m stages.disk` says what can go)"
+        )
 
 
 def flush(path: Path) -> None:

@@ -227,11 +227,19 @@ LoraKnob = Annotated[
     ),
 ]
 
+KeepWeights = choice(
+    "Precision of the weights on disk: float32 (exact), or bf16 (rounded, half as large; adapters"
+    " stay float32). See docs/disk.md.",
+    "float32",
+    "bf16",
+)
+
 
 class Training(Section):
     """Supervised training of one model: SFT and reward model."""
 
     lora: LoraKnob
+    keep_weights: KeepWeights
     epochs: Epochs
     train_batch_size: TrainBatchSize
     batch_acc: BatchAcc

@@ -8,6 +8,7 @@ from stages.base.knobs import (
     BatchAcc,
     Beta,
     Critic,
+    KeepWeights,
     LearningRate,
     LoraKnob,
     Loss,
@@ -32,6 +33,14 @@ class Knobs(Memory):
     seed: Seed
     nonfinite: Nonfinite
     lora: LoraKnob
+    keep_weights: KeepWeights
+    keep_moments: choice(
+        "AdamW's moments in trainer/: float32 (exact), bf16 (rounded, half as large), or none (the"
+        " next round starts with fresh ones). See docs/disk.md.",
+        "float32",
+        "bf16",
+        "none",
+    )
     loss: Loss
     loss_aggregation: choice(
         "How token losses become one number; default: as the objective defines it.",

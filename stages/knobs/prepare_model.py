@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field
 
 from stages.base.knobs import (
     Attention,
+    KeepWeights,
     MaxNewTokens,
     Revision,
     Section,
@@ -37,6 +38,7 @@ class Model(Trust):
     ignore_pickles: flag(
         "Accept a model folder that also holds pickled files. They are never read."
     )
+    keep_weights: KeepWeights
     date: Annotated[
         text("Day that a chat template is told when it asks for today's (YYYY-MM-DD)."),
         AfterValidator(iso_date),

@@ -1,4 +1,4 @@
-"""Model folders of the stages: Hugging Face files, float32 safetensors.
+"""Model folders of the stages: Hugging Face files, safetensors in float32 or, if asked for, bf16.
 
 Stages that train hold weights in float32. Those that only read a model load it in the precision
 that its products are made in. Nothing here unpickles.
@@ -20,7 +20,13 @@ from transformers.utils import logging
 
 from stages.base.errors import BadKnob, InputError
 from stages.base.trust import PICKLES, check_own, files_of
-from stages.models.adapters import attach_adapters, base_of, has_adapters, save_adapters
+from stages.models.adapters import (
+    adapter_weights,
+    attach_adapters,
+    base_of,
+    has_adapters,
+    save_adapters,
+)
 from stages.models.compute import all_finite
 from stages.models.forward import check_head, find_backbone
 from stages.models.heads import scorer_class
@@ -234,11 +240,19 @@ def open_as_others(folder: Path) -> None:
         shutil.copymode(next(folder.glob("*.json")), file)
 
 
-def save_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
+def saved_bytes(model: PreTrainedModel, weights: str = "float32") -> int:
+    """About how many bytes `save_model` writes of a model: those of its weights."""
+    if has_adapters(model):
+        return sum(p.numel() for p in adapter_weights(model).values()) * torch.float32.itemsize
+    return sum(p.numel() for p in model.parameters()) * DTYPES[weights].itemsize
+
+
+def save_model(folder: Path, model: PreTrainedModel, tokenizer, weights: str = "float32") -> None:
     """Write model and tokenizer into an existing folder, as `from_pretrained` reads them.
 
-    Of a model with adapters these alone are written; the rest is in their base. Code that the model
-    came with goes along; how and where they were loaded does not.
+    Of a model with adapters these alone are written; the rest is in their base. A whole model is
+    written, and left, in the precision `weights`. Code that the model came with goes along; how and
+    where they were loaded does not.
     """
     if model.get_input_embeddings().num_embeddings < len(tokenizer):
         raise InputError(
@@ -251,7 +265,7 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
     if has_adapters(model):
         save_adapters(folder, model)
     else:
-        model.save_pretrained(folder)
+        model.to(DTYPES[weights]).save_pretrained(folder)
     for name in HOW_LOADED:
         tokenizer.init_kwargs.pop(name, None)
     tokenizer.save_pretrained(folder)

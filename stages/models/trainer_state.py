@@ -1,5 +1,6 @@
 """A policy's folder with what the next round continues from beside it, in `trainer/`."""
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +14,10 @@ from transformers import PreTrainedModel
 from stages.base.errors import InputError
 from stages.base.files import replacing
 from stages.base.metrics import read_json, write_json
-from stages.models.checkpoints import open_as_others, save_model
+from stages.models.checkpoints import DTYPES, open_as_others, save_model, saved_bytes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+FRESH = "none"  # what state.json says of moments that were not kept
 
 
 @dataclass
@@ -30,22 +32,26 @@ class TrainerState:
 
 
 def load_trainer(policy: Path) -> TrainerState:
-    """The trainer state beside a policy; a fresh one where the folder has none (models/sft)."""
+    """The trainer state beside a policy; a fresh one where the folder has none (models/sft).
+
+    It has no optimizers where their moments were not kept.
+    """
     folder = policy / "trainer"
     if not folder.is_dir():
         return TrainerState()
     counters = read_json(folder / "state.json")
     check_counters(folder / "state.json", counters)
     critic = folder / "critic"
+    kept = counters.get("moments") != FRESH
     for name in ("policy", "critic") if critic.is_dir() else ("policy",):
-        if not (folder / f"{name}.safetensors").is_file():
+        if kept and not (folder / f"{name}.safetensors").is_file():
             raise InputError(f"{folder}: no {name}.safetensors; expected the optimizer's state")
     return TrainerState(
         step=counters["step"],
         prompt_cursor=counters["prompt_cursor"],
         rounds=counters["rounds"],
         critic=critic if critic.is_dir() else None,
-        optimizers={p.stem: p for p in sorted(folder.glob("*.safetensors"))},
+        optimizers={p.stem: p for p in sorted(folder.glob("*.safetensors")) if kept},
     )
 
 
@@ -66,35 +72,52 @@ def save_policy(
     state: TrainerState,
     optimizers: dict[str, tuple[torch.optim.Optimizer, nn.Module]],
     critic: PreTrainedModel | None,
+    weights: str = "float32",
+    moments: str = "float32",
 ) -> None:
     """Write a policy with `trainer/` beside it: state.json, <name>.safetensors, critic/.
 
-    The optimizers' states, twice as large as their models, are written meanwhile.
+    `weights` and `moments` are their precision on disk; moments "none" are not written. The
+    optimizers' states, twice as large as their models, are written meanwhile.
     """
     with replacing(folder, folder=True) as temporary, ThreadPoolExecutor() as pool:
         trainer = temporary / "trainer"
         trainer.mkdir()
         states = [
-            pool.submit(save_optimizer, trainer / f"{name}.safetensors", optimizer, model)
+            pool.submit(save_optimizer, trainer / f"{name}.safetensors", optimizer, model, moments)
             for name, (optimizer, model) in optimizers.items()
+            if moments != FRESH
         ]
-        save_model(temporary, policy, tokenizer)
+        save_model(temporary, policy, tokenizer, weights)
         if critic is not None:
             (trainer / "critic").mkdir()
-            save_model(trainer / "critic", critic, tokenizer)
+            save_model(trainer / "critic", critic, tokenizer, weights)
         counters = {
             "step": state.step,
             "prompt_cursor": state.prompt_cursor,
             "rounds": state.rounds,
         }
+        if moments == FRESH:
+            counters["moments"] = FRESH
         write_json(trainer / "state.json", counters)
         for written in states:
             written.result()
         open_as_others(trainer)
 
 
-def save_optimizer(path: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Write AdamW's state as tensors named `<parameter>/<entry>`.
+def policy_bytes(models: Iterable[PreTrainedModel], weights: str, moments: str) -> int:
+    """About how many bytes `save_policy` writes of a policy and a critic."""
+    each = 0 if moments == FRESH else len(MOMENTS) * DTYPES[moments].itemsize
+    return sum(
+        saved_bytes(model, weights) + each * sum(p.numel() for p in _trained(model).values())
+        for model in models
+    )
+
+
+def save_optimizer(
+    path: Path, optimizer: torch.optim.Optimizer, model: nn.Module, moments: str = "float32"
+) -> None:
+    """Write AdamW's state as tensors named `<parameter>/<entry>`, moments in the given precision.
 
     What has had no gradient yet is written as AdamW would start it: at 0.
     """
@@ -102,7 +125,8 @@ def save_optimizer(path: Path, optimizer: torch.optim.Optimizer, model: nn.Modul
     for name, parameter in _trained(model).items():
         state = optimizer.state.get(parameter) or _fresh(parameter)
         for entry, value in state.items():
-            tensors[f"{name}/{entry}"] = value.detach().cpu().contiguous()
+            dtype = DTYPES[moments] if entry in MOMENTS else value.dtype
+            tensors[f"{name}/{entry}"] = value.detach().to("cpu", dtype).contiguous()
     save_file(tensors, path)
 
 
@@ -139,4 +163,4 @@ def _fill(path: Path, optimizer: torch.optim.Optimizer, model: nn.Module, file) 
         name, _, entry = key.rpartition("/")
         parameter = parameters[name]
         # The step count too: the fused AdamW wants it beside the weights.
-        optimizer.state[parameter][entry] = value.to(parameter.device, copy=True)
+        optimizer.state[parameter][entry] = value.to(parameter.device, torch.float32, copy=True)

@@ -42,6 +42,8 @@ def describe(folder: Path) -> dict[str, str]:
         critic = "with" if (folder / "trainer" / "critic").is_dir() else "without"
         rounds = ", ".join(map(str, kept.get("rounds", [])))
         found["trained"] = f"rounds {rounds}; {kept.get('step')} optimizer steps; {critic} a critic"
+        if kept.get("moments") == "none":
+            found["trained"] += "; moments were not kept"
     found["origin"] = " <- ".join(lineage(folder)) or "no dvc.lock above names this folder"
     return found
 
@@ -105,6 +107,26 @@ def lineage(folder: Path) -> list[str]:
         source = entry.get("params", {}).get("params.yaml", {}).get("model.source")
         name = start[1] if start else str(source)
     return [*found, name] if found else []
+
+
+def outputs(lock: Path) -> dict[str, str]:
+    """Path -> MD5 of every output in DVC's cache that a dvc.lock names."""
+    return {
+        out["path"]: out["md5"]
+        for _, entry in _makers(lock).values()
+        for out in entry["outs"]
+        if "md5" in out
+    }
+
+
+def readers(lock: Path, folders: set[str]) -> list[str]:
+    """The stages of a dvc.lock that read or write one of the folders."""
+    stages = YAML(typ="safe").load(lock.read_text(encoding="utf-8")).get("stages", {})
+    return [
+        stage
+        for stage, entry in stages.items()
+        if folders & {item["path"] for item in [*entry.get("deps", []), *entry.get("outs", [])]}
+    ]
 
 
 def _makers(lock: Path) -> dict[str, tuple[str, dict]]:

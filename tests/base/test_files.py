@@ -5,11 +5,14 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 
 import pytest
 
-from stages.base.files import remove, replacing
+from stages.base.errors import InputError
+from stages.base.files import check_room, remove, replacing
 from tests.helpers.tiny import ROOT
 
 
@@ -318,3 +321,19 @@ def test_a_file_that_may_not_be_read_keeps_its_own_name(tmp_path):
     with pytest.raises(PermissionError) as caught, replacing(tmp_path / "out" / "table"):
         raise PermissionError(errno.EACCES, "Permission denied", str(secret))
     assert caught.value.filename == str(secret)
+
+
+def test_a_disk_with_too_little_room_is_told_with_both_figures(tmp_path, monkeypatch):
+    path = tmp_path / "models" / "policy" / "1"
+    free = shutil.disk_usage(tmp_path).free
+    check_room(path, free // 2)
+    with pytest.raises(InputError) as caught:
+        check_room(path, 2 * free)
+    assert str(caught.value).startswith(f"{path}: about {2 * free / 1e9:,.3f} GB will be written")
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1500000))
+    check_room(path, 1500000)
+    with pytest.raises(InputError, match="0.002 GB will be written, but 0.002 GB are free"):
+        check_room(path, 1500001)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError):
+        check_room(Path("models/rm"), 1500001)

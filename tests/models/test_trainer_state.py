@@ -1,5 +1,7 @@
 """What a round continues from: optimizers, counters and the critic beside a policy."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,6 +13,7 @@ from stages.models.trainer_state import (
     TrainerState,
     load_optimizer,
     load_trainer,
+    policy_bytes,
     save_optimizer,
     save_policy,
 )
@@ -160,6 +163,54 @@ def test_a_trainer_that_lost_an_optimizer_state_is_refused(name, tmp_path):
     (tmp_path / "1" / "trainer" / f"{name}.safetensors").unlink()
     with pytest.raises(InputError, match=f"no {name}.safetensors"):
         load_trainer(tmp_path / "1")
+
+
+@pytest.mark.parametrize("weights", ["float32", "bf16"])
+@pytest.mark.parametrize("moments", ["float32", "bf16", "none"])
+def test_what_is_kept_has_the_precision_asked_for_and_the_size_foretold(weights, moments, tmp_path):
+    policy, critic = llama(vocabulary=SIZE), llama_scorer(vocabulary=SIZE, seed=5)
+    optimizer = adamw(policy, 1e-2, 0.0)
+    stepped(policy, optimizer, 2)
+    pairs = {"policy": (optimizer, policy), "critic": (adamw(critic, 1e-2, 0.0), critic)}
+    told = policy_bytes([policy, critic], weights, moments)
+    was = weights_of(policy)
+    exact = {n: dict(optimizer.state[p]) for n, p in policy.named_parameters()}
+    save_policy(
+        tmp_path / "1", policy, byte_tokenizer(), TrainerState(5, 6, [1]), pairs, critic,
+        weights, moments,
+    )  # fmt: skip
+
+    tensors = [load_file(path) for path in (tmp_path / "1").rglob("*.safetensors")]
+    size = sum(t.nbytes for file in tensors for t in file.values())
+    steps = 4 * len([n for file in tensors for n in file if n.endswith("/step")])
+    assert size - steps == told
+    rounded = torch.bfloat16 if weights == "bf16" else torch.float32
+    loaded = load_policy(tmp_path / "1", "sdpa", CPU)
+    assert same_weights(weights_of(loaded), {n: w.to(rounded).float() for n, w in was.items()})
+    found = load_trainer(tmp_path / "1")
+    assert (found.step, found.prompt_cursor, found.rounds) == (5, 6, [1])
+    assert sorted(found.optimizers) == ([] if moments == "none" else ["critic", "policy"])
+    assert load_scorer(found.critic, "sdpa", CPU).score.weight.dtype == torch.float32
+    if moments == "none":
+        return
+    again = adamw(loaded, 1e-2, 0.0)
+    load_optimizer(found.optimizers["policy"], again, loaded)
+    kept = torch.bfloat16 if moments == "bf16" else torch.float32
+    for name, parameter in loaded.named_parameters():
+        state = again.state[parameter]
+        assert torch.equal(state["step"], exact[name]["step"])
+        for entry in ("exp_avg", "exp_avg_sq"):
+            assert state[entry].dtype == torch.float32
+            assert torch.equal(state[entry], exact[name][entry].to(kept).float())
+
+
+def test_moments_that_state_json_says_were_dropped_are_not_read(tmp_path):
+    policy = llama(vocabulary=SIZE)
+    pairs = {"policy": (adamw(policy, 1e-2, 0.0), policy)}
+    save_policy(tmp_path / "1", policy, byte_tokenizer(), TrainerState(3), pairs, None)
+    state = tmp_path / "1" / "trainer" / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"moments": "none"}))
+    assert load_trainer(tmp_path / "1") == TrainerState(3)
 
 
 def test_a_policy_without_a_trainer_starts_afresh(tmp_path):
