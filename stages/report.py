@@ -87,6 +87,14 @@ def report(
     branches = [branch_row(figures, name, start) for name, start in knobs.branches.items()]
     rewards = [reward_model_row(figures, "rm", knobs.rm)]
     rewards += [reward_model_row(figures, *pair) for pair in knobs.reward_models.items()]
+    picks = {
+        name: read_json(figures / "score_answers" / f"{name}.json") for name in knobs.best_of_n
+    }
+    for name, of_tables in picks.items():
+        for row in table:
+            row |= picked(name, of_tables[evaluation_of(row["round"])])
+        for row in branches:
+            row |= picked(name, of_tables[f"direct-{row['branch']}"])
     sft, rm = read_json(figures / "train_sft.json"), read_json(figures / "train_rm.json")
     with replacing(metrics, folder=True) as folder:
         training = {f"sft_{name}": sft[name] for name in ("loss_first", "loss_last")}
@@ -121,6 +129,7 @@ def report(
         definitions=definitions(meanings.read_text(encoding="utf-8")),
         branches=branches,
         reward_models=rewards,
+        picks={name: f"{knobs.best_of_n[name]}" for name in picks},
     )
     with replacing(pages, folder=True) as folder:
         (folder / "index.html").write_text(page(run), encoding="utf-8", newline="\n")
@@ -173,6 +182,11 @@ def reward_model_row(figures: Path, name: str, source: RewardModel) -> dict:
     trained = read_json(path)
     row = {"name": name, "kind": source.kind, "data": source.data}
     return row | {name: trained.get(name) for name in REWARD_MODEL}
+
+
+def picked(name: str, figures: dict) -> dict:
+    """What best of n adds to the row of a round or branch; null where nothing could be checked."""
+    return {f"accuracy_picked_{name}": figures.get("accuracy_picked")}
 
 
 def details(stages: dict[str, dict], number: int, buffers: Path) -> dict:

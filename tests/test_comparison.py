@@ -25,7 +25,7 @@ def test_a_row_can_be_run(name, tmp_path):
     made |= {f"models/direct/{key}" for key in params.load(Report, path).branches}
     assert row["policy"] in made
     assert (row["name"] == "grpo") == (not row["settings"])
-    names = {"ppo": "ppo", "raft": "raft", "online_dpo": "online_dpo"}
+    names = {"raft_right": "raft"} | {name: name for name in ("ppo", "raft", "online_dpo")}
     assert params.load(Knobs, path).loss == names.get(name, "grpo")
     losses = {"sft_chosen": "sft", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
     assert params.load(Direct, path).direct.loss == losses.get(name, "dpo")

@@ -134,17 +134,18 @@ def test_a_template_is_a_dependency_of_the_stage_that_fills_it():
 # By hand: who must run again after an edit, room by room.
 SAMPLE = {"rollout", "evaluate", "evaluate_sft", "evaluate_direct"}
 TOKENIZE = {"tokenize_sft", "tokenize_preferences", "tokenize_labelled"}
-READ_ROWS = SAMPLE | TOKENIZE | {"prepare_task"}
+PICK = {"score_answers"}  # which reads the held-out prompts, and runs a model
+READ_ROWS = SAMPLE | TOKENIZE | PICK | {"prepare_task"}
 TRAIN = {"train_sft", "train_rm", "train_reward", "optimize", "train_direct"}
 SCORE = {"score", "score_pairs"}
 EDITS = {
     "stages/base/params.py": set(BODIES),
     "stages/text/chat.py": READ_ROWS | {"prepare_model"},
     "stages/rows/layouts.py": READ_ROWS,
-    "stages/models/forward.py": SAMPLE | TRAIN | SCORE | {"prepare_model"},
+    "stages/models/forward.py": SAMPLE | TRAIN | SCORE | PICK | {"prepare_model"},
     "stages/direct/losses.py": {"train_direct"},
     "stages/training/batching.py": TRAIN,
-    "stages/rollouts/engine.py": SAMPLE | {"prepare_model"},  # which tries the sampler
+    "stages/rollouts/engine.py": SAMPLE | PICK | {"prepare_model"},  # which tries the sampler
     "stages/rl/objectives.py": {"optimize"},
     "stages/page/page.py": {"report"},
     "stages/knobs/optimize.py": {"optimize"},

@@ -22,6 +22,7 @@ HEAD = "| knob | takes | default | what it does | also |\n|---|---|---|---|---|\
 ORDER = (
     "prepare_task prepare_model tokenize_sft train_sft tokenize_preferences split_preferences"
     " tokenize_labelled train_rm score_pairs train_direct rollout score optimize evaluate report"
+    " score_answers"
 ).split()
 CHECKING = {"prepare_task", "prepare_model"}  # they try out early what later stages use
 SHARED = 5  # a knob that so many stages use stands in a section of its own

@@ -1,7 +1,7 @@
 """Knobs of `report`, and the one check of what says which stages there are.
 
-These are `rounds`, `branches`, `rm.kind` and `rm.data`, `reward_models` and `labelled`: dvc.yaml
-reads them, and no stage before the report does.
+These are `rounds`, `branches`, `rm.kind` and `rm.data`, `reward_models`, `labelled` and
+`best_of_n`: dvc.yaml reads them, and no stage that trains does.
 """
 
 import re
@@ -141,6 +141,14 @@ class Knobs(Section):
         ),
     ]
 
+    best_of_n: Annotated[
+        dict[Annotated[str, Field(pattern=rf"^{BRANCH}$")], str],
+        Field(
+            description="Reward models that pick one of the sampled held-out answers (best of n):"
+            " name: models/rm or models/reward/<a name of reward_models>; {}: none."
+        ),
+    ]
+
     @model_validator(mode="after")
     def starts_are_made(self) -> Self:
         """DVC takes a leftover folder of a dropped branch or round for a file of the user's."""
@@ -155,6 +163,12 @@ class Knobs(Section):
                 raise ValueError(f"{name} starts from {start!r}, but {section} has no {key!r}")
         self._no_circle()
         self._tables_are_made()
+        made = {"models/rm"} | {f"models/reward/{key}" for key in self.reward_models}
+        for key, folder in self.best_of_n.items():
+            if folder not in made:
+                raise ValueError(
+                    f"best_of_n.{key} is {folder!r}; expected {' or '.join(sorted(made))}"
+                )
         return self
 
     def _tables_are_made(self) -> None:

@@ -7,7 +7,7 @@ direction characters, which would not be seen or would move what follows, are sp
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -31,6 +31,7 @@ class Run:
     groups     {round: [(heading, rows of completions)]}
     branches   figures of each branch of direct alignment; may be empty
     reward_models  name, kind, data and figures of each, models/rm first
+    picks      {name: reward model} of best of n, whose figures are in table and branches
     """
 
     rounds: Mapping[str, str]
@@ -45,6 +46,7 @@ class Run:
     definitions: Mapping[str, str]
     branches: Sequence[dict] = ()
     reward_models: Sequence[dict] = ()
+    picks: Mapping[str, str] = field(default_factory=dict)
 
 
 def page(run: Run) -> str:

@@ -145,6 +145,52 @@ def test_a_policy_that_is_its_reference_has_the_loss_of_the_textbook(loss, expec
     assert found.item() == pytest.approx(expected, abs=1e-12)
 
 
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def softplus(x: float) -> float:
+    return math.log(1 + math.exp(x))
+
+
+def odds(x: float) -> float:
+    return math.exp(x) / (1 - math.exp(x))
+
+
+BY_HAND = {  # lc = -1, lr = -1.5; means -0.5 and -0.375, of log-probs -1.5 and -1.125; beta 0.5
+    "dpo": softplus(-0.25),
+    "dpo_norm": softplus(0.0625),
+    "ipo": 1.125**2,
+    "ipo_sum": 0.25,
+    "hinge": 0.75,
+    "apo_zero": sigmoid(-0.75) - sigmoid(-0.5),
+    "apo_down": sigmoid(-0.5) - sigmoid(0.25),
+    "simpo": softplus(0.1875 + 0.25),
+    "orpo": 1.5 + 0.5 * softplus(math.log(odds(-1.125)) - math.log(odds(-1.5))),
+    "sft": 1.5,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_policy_away_from_its_reference_has_the_loss_of_hand_arithmetic(loss):
+    knobs = LossKnobs(0.5, 0.0, "conservative", 0.0, 0.0, 0.25)
+    found = LOSSES[loss].per_pair(one_pair(-3.0, -4.5), knobs)
+    assert found.item() == pytest.approx(BY_HAND[loss], abs=1e-12)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "dpo_norm"])
+def test_margins_and_wrong_labels_by_hand(loss):
+    """A margin of 0.3 at weight 2 takes 0.6 off the logit z; a fifth of the labels is wrong."""
+    pairs, z = one_pair(-3.0, -4.5, margin=0.3), {"dpo": 0.25, "dpo_norm": -0.0625}[loss] - 0.6
+    right, wrong = softplus(-z), softplus(z)
+    for noise, expected in (
+        ("conservative", 0.8 * right + 0.2 * wrong),
+        ("robust", (0.8 * right - 0.2 * wrong) / 0.6),
+    ):
+        found = LOSSES[loss].per_pair(pairs, LossKnobs(0.5, 0.2, noise, 2.0, 0.0, 0.0))
+        assert found.item() == pytest.approx(expected, abs=1e-12)
+
+
 def test_dpop_takes_off_what_the_chosen_answer_lost():
     """c fell by 1, r by 3: beta * (2 - 4 * 1) = -1 inside the sigmoid."""
     knobs = LossKnobs(0.5, 0.0, "conservative", 0.0, 4.0, 0.0)

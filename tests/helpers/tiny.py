@@ -100,13 +100,13 @@ def _at(values: dict, key: str):
 def command_line(stage: str, rounds: dict | None = None) -> tuple[str, dict[str, str]]:
     """`rollout@2` of dvc.yaml -> its script and options, for the rounds of SMALL or those given.
 
-    `train_direct@dpo` is a branch that starts from models/sft.
+    `train_direct@dpo` is a branch that starts from models/sft, `score_answers@rm` reads models/rm.
     """
     name, _, key = stage.partition("@")
     body = plain(ROOT / "dvc.yaml")["stages"][name]
     command = body.get("do", body)["cmd"]
     if key:
-        item = ((rounds or SMALL["rounds"]) | {"dpo": "models/sft"})[key]
+        item = ((rounds or SMALL["rounds"]) | {"dpo": "models/sft", "rm": "models/rm"})[key]
         command = command.replace("${key}", key).replace("${item}", item)
     for key in re.findall(r"\$\{([a-z_.]+)\}", command):  # knobs that dvc.yaml puts in
         command = command.replace(f"${{{key}}}", str(_at(small_params(), key)))

@@ -65,3 +65,46 @@ def test_without_branches_the_pipeline_has_no_stage_more(copy):
     listed = dvc(copy, "stage", "list", "--name-only").stdout.split()
     assert set(listed) == ALL
     assert changed(copy) == []
+
+
+@pytest.fixture
+def labelled(copy):
+    """The finished repository with a file of labelled completions; the setting that names it."""
+    rows = [
+        {"prompt": f"word {i // 2}", "completion": "ab" if i % 2 else "ba", "label": i % 2}
+        for i in range(12)
+    ]
+    file = copy / "data" / "source" / "mine.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return copy, "+labelled.mine=data/source/mine.jsonl"
+
+
+def test_a_further_reward_model_reruns_no_training_and_no_round(labelled):
+    copy, setting = labelled
+    beside = "+reward_models.o={kind: outcome, data: data/labelled/mine.parquet}"
+    picks = ("-S", "+best_of_n.o=models/reward/o", "-S", "+best_of_n.rm=models/rm")
+    ran = executed(dvc(copy, "exp", "run", "-S", setting, "-S", beside, *picks).stdout)
+    assert ran >= {"tokenize_labelled@mine", "train_reward@o", "score_answers@o", "report"}
+    assert not ran & {"train_sft", "train_rm", "score@1", "optimize@1", "evaluate@1"}
+    for number in (0, 1, 2):
+        found = json.loads((copy / "metrics" / f"round-{number}.json").read_text())
+        for name in ("o", "rm"):
+            assert 0 <= found[f"accuracy_picked_{name}"] <= found["accuracy_best"]
+    found = json.loads((copy / "metrics" / "reward-o.json").read_text())
+    assert found["kind"] == "outcome" and 0 <= found["validation_accuracy"] <= 1
+    assert "Reward models" in (copy / "reports" / "index.html").read_text()
+
+
+def test_an_outcome_model_takes_the_place_of_models_rm_and_scores_every_round(labelled):
+    copy, setting = labelled
+    words = ("-S", "rm.kind=outcome", "-S", "rm.data=data/labelled/mine.parquet")
+    ran = executed(dvc(copy, "exp", "run", "-S", setting, *words).stdout)
+    assert ran >= {"tokenize_labelled@mine", "train_rm", "score@1", "optimize@1", "score@2"}
+    assert not ran & {"train_sft", "split_preferences"}
+
+
+def test_an_outcome_model_of_rollouts_that_depend_on_it_is_a_cycle(copy):
+    words = ("-S", "rm.kind=outcome", "-S", "rm.data=data/rollouts/round-2.parquet")
+    failed = dvc(copy, "exp", "run", *words, check=False)
+    assert failed.returncode != 0
+    assert "cycle" in failed.stdout

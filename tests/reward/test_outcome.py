@@ -1,6 +1,7 @@
 """Outcome reward models: loss and measures against peers' numbers and slow loops."""
 
 import json
+import math
 import random
 
 import pytest
@@ -48,6 +49,22 @@ def test_rankings_are_the_peers(case):
     best, pairs = ranking(torch.tensor(inputs["scores"]), labels, inputs["prompt"])
     assert best == pytest.approx(case["expected"]["top1_accuracy"])
     assert pairs == pytest.approx(case["expected"]["pairwise_accuracy"])
+
+
+def test_the_losses_of_both_targets_by_hand():
+    """A right completion of two tokens, a wrong one of three: -log of what its label is given."""
+
+    def softplus(x: float) -> float:
+        return math.log(1 + math.exp(x))
+
+    logits = torch.tensor([[1.0, -2.0, 50.0], [0.5, 0.0, -1.0]], dtype=torch.float64)
+    mask, labels = torch.tensor([[True, True, False], [True] * 3]), torch.tensor([1, 0])
+    for target, expected in {
+        "every_token": [[softplus(-1), softplus(2), 0], [softplus(0.5), math.log(2), softplus(-1)]],
+        "last_token": [[0, softplus(2), 0], [0, 0, softplus(-1)]],
+    }.items():
+        wanted = torch.tensor(expected, dtype=torch.float64)
+        torch.testing.assert_close(outcome_losses(logits, mask, labels, target), wanted)
 
 
 def test_a_completion_without_tokens_is_judged_nowhere():

@@ -248,6 +248,8 @@ def test_a_table_of_another_kind_is_refused(project):
         ({"reward_models": {"o": {"kind": "outcome", "data": "x.csv"}}}, "data is 'x.csv'"),
         ({"reward_models": {"o": {"kind": "orm", "data": "x.csv"}}}, "'bradley_terry' or 'outc"),
         ({"reward_models": {"1": {"kind": "outcome", "data": "x"}}}, "reward_models: found '1'"),
+        ({"best_of_n": {"o": "models/reward/o"}}, "is 'models/reward/o'; expected models/rm"),
+        ({"best_of_n": {"1": "models/rm"}}, "best_of_n: found '1'"),
         ({"labelled": {"x": "elsewhere.jsonl"}}, "expected a file under data/source"),
         ({"labelled": {"1": "data/source/x.jsonl"}}, "key '1' is no name"),
     ],
