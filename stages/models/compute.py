@@ -58,14 +58,14 @@ def meet(cpu: bool, device: str) -> bool:
     return cpu
 
 
-def attention_kernel(mask: Tensor) -> AbstractContextManager:
-    """(attention mask (N, keys)) -> what a forward pass of that width runs under.
+def attention_kernel(device: torch.device, keys: int) -> AbstractContextManager:
+    """What a forward pass, in which a token attends to so many keys, runs under.
 
     For rows this short torch's fused attention is slow on a CPU in bf16, backwards above all; plain
     matrix products take a third of its time (docs/performance.md).
     """
-    slow = mask.device.type == "cpu" and torch.is_autocast_enabled("cpu")
-    if slow and torch.is_grad_enabled() and mask.shape[-1] <= SHORT:
+    slow = device.type == "cpu" and torch.is_autocast_enabled("cpu")
+    if slow and torch.is_grad_enabled() and keys <= SHORT:
         return sdpa_kernel(SDPBackend.MATH)
     return nullcontext()
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache as remember
-from os.path import commonprefix
+from operator import add
 from typing import Literal
 
 import torch
@@ -24,6 +24,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from stages.models.compute import attention_kernel
+from stages.models.prefix_tree import opening_of, plant, tree_hidden, tree_pays
 from stages.models.recompute import recomputes
 
 Ids = Sequence[int]
@@ -132,7 +133,7 @@ def step(
     Without padding no mask is told: Mamba would take one over the cache for one over the ids.
     """
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    with attention_kernel(mask):
+    with attention_kernel(mask.device, mask.shape[1]):
         return advance(backbone, ids, mask if padded else None, positions, cache)
 
 
@@ -182,12 +183,6 @@ def read_opening(backbone: nn.Module, prompts: Sequence[Ids]) -> tuple[Tensor, D
     return torch.ones(len(prompts), len(opening), dtype=torch.bool, device=device), cache
 
 
-def opening_of(prompts: Sequence[Ids]) -> Ids:
-    """What all prompts open with, one token short of the shortest; empty for a single prompt."""
-    shared = commonprefix([tuple(prompt) for prompt in prompts])
-    return shared[: min(map(len, prompts)) - 1] if len(prompts) > 1 else ()
-
-
 def completion_states(
     backbone: nn.Module,
     prompts: Sequence[Ids],
@@ -200,11 +195,20 @@ def completion_states(
     """
     if route_of(backbone) != "shared" or recomputes(backbone):
         return full_states(backbone, prompts, completions, read_last)
-    distinct = dict.fromkeys(map(tuple, prompts))
+    distinct = list(dict.fromkeys(map(tuple, prompts)))
+    opening = len(opening_of(distinct))
     saved = sum(map(len, prompts)) - sum(map(len, distinct))
-    saved -= (len(prompts) - len(distinct)) * len(opening_of(list(distinct)))
-    pays = saved * backbone.num_parameters() >= SHARING_PAYS
-    states_of = shared_states if pays else joined_states
+    saved -= (len(prompts) - len(distinct)) * opening
+    rests = [len(prompt) - opening for prompt in prompts]
+    fed = [len(completion) - 1 + read_last for completion in completions]
+    if saved * backbone.num_parameters() >= SHARING_PAYS:
+        states_of = shared_states
+        tokens = opening + len(distinct) * max(rests) + len(fed) * max(fed)
+    else:
+        states_of = joined_states
+        tokens = opening + len(fed) * max(map(add, rests, fed))
+    if tree_pays(backbone, plant(prompts, completions, read_last).tree, tokens):
+        states_of = tree_states
     return states_of(backbone, prompts, completions, read_last)
 
 
@@ -249,6 +253,22 @@ def joined_states(
     return _cut_out(hidden, [len(rest) - 1 for rest in rests], completions, read_last)
 
 
+def tree_states(
+    backbone: nn.Module,
+    prompts: Sequence[Ids],
+    completions: Sequence[Ids],
+    read_last: bool = False,
+) -> States:
+    """`completion_states` by one pass over a prefix tree: nothing is padded, nothing read twice."""
+    planted = plant(prompts, completions, read_last)
+    hidden = tree_hidden(backbone, planted.tree)  # (N, D)
+    ids, lengths = right_pad(completions, backbone.device)
+    places, _ = right_pad(planted.places, backbone.device)  # (B, T), or T + 1 with the last
+    # By index_select, as in `Prefilled.select`.
+    found = hidden.index_select(0, places.flatten()).view(*places.shape, -1)
+    return States(found, ids, lengths)
+
+
 def full_states(
     backbone: nn.Module,
     prompts: Sequence[Ids],
@@ -264,7 +284,7 @@ def full_states(
     rows, row_lengths = right_pad(rows, device, fill=rows[0][0])
     mask = torch.arange(rows.shape[1], device=device) < row_lengths[:, None]
     # What is computed anew, in the backward pass, stands outside of this block.
-    with nullcontext() if recomputes(backbone) else attention_kernel(mask):
+    with nullcontext() if recomputes(backbone) else attention_kernel(mask.device, mask.shape[1]):
         output = backbone(input_ids=rows, attention_mask=mask.long(), use_cache=False)
     hidden = output.last_hidden_state
     return _cut_out(hidden, [len(prompt) - 1 for prompt in prompts], completions, read_last)

@@ -68,7 +68,7 @@ class WholeRows:
     def _read_all(self) -> None:
         ids, lengths = right_pad(self.rows, self.backbone.device)
         mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-        with attention_kernel(mask):
+        with attention_kernel(mask.device, mask.shape[1]):
             output = self.backbone(input_ids=ids, attention_mask=mask.long(), use_cache=False)
         rows = torch.arange(len(ids), device=ids.device)
         self.hidden = output.last_hidden_state[rows, lengths - 1]  # (N, D)

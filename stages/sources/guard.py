@@ -25,8 +25,10 @@ from stages.models.forward import (
     head_logits,
     joined_states,
     shared_states,
+    tree_states,
 )
 from stages.models.log_probs import token_log_probs
+from stages.models.prefix_tree import packable
 from stages.rollouts.sampling import Sampling, draw
 
 # In nats. A few rows do not show the worst: so that all are within 1e-4, these are within half.
@@ -187,7 +189,8 @@ def _states_error(policy, route: Route, rows: Rows, wanted, limit: float) -> str
     if route != "shared":
         return ""
     twice, both = [row for row in rows for _ in range(2)], [x for x in wanted for _ in range(2)]
-    for states_of in (shared_states, joined_states):
+    trees = [tree_states] if packable(policy.base_model) else []
+    for states_of in (shared_states, joined_states, *trees):
         if error := _unlike(lambda way=states_of: _log_probs(policy, way, twice), both, limit):
             return error
     return ""

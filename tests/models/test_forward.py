@@ -41,11 +41,13 @@ each_layout = pytest.mark.parametrize("prompts", PROMPTS.values(), ids=PROMPTS)
 each_way = pytest.mark.parametrize("states_of", [completion_states, full_states])
 
 
-@pytest.fixture(autouse=True, params=["shares", "joins"])
+@pytest.fixture(autouse=True, params=["shares", "joins", "tree"])
 def route(request, monkeypatch):
-    """Every test both ways: each distinct prompt on its own, and only the opening shared."""
+    """Every test all ways: each prompt on its own, only the opening shared, one row of segments."""
     pays = 0 if request.param == "shares" else float("inf")
     monkeypatch.setattr("stages.models.forward.SHARING_PAYS", pays)
+    costs = -float("inf") if request.param == "tree" else float("inf")
+    monkeypatch.setattr("stages.models.prefix_tree.SEGMENT_COSTS", costs)
     return request.param
 
 
@@ -161,8 +163,14 @@ def test_an_opening_is_read_once_each_prompt_once_and_no_last_token_needlessly(r
     )
     prompts = [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 9, 9], [1, 2, 3, 9, 9]]
     completion_states(model.base_model, prompts, [[5, 6, 7]] * 4)
-    # The opening, then the rests of two prompts and all but the last token; or those in one pass.
-    assert fed == ([(1, 3), (2, 2), (4, 2)] if route == "shares" else [(1, 3), (4, 4)])
+    # The opening, then the rests of two prompts and all but the last token; or those in one pass;
+    # or all of it in one row.
+    shapes = {
+        "shares": [(1, 3), (2, 2), (4, 2)],
+        "joins": [(1, 3), (4, 4)],
+        "tree": [(1, 3 + 1 + 2 + 4 * 2)],
+    }
+    assert fed == shapes[route]
 
 
 @torch.no_grad()
