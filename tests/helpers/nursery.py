@@ -84,6 +84,8 @@ def slow_down(pause: float) -> None:
     saving.Saver.after_step, kept.Kept._add = finished(after_step), finished(add)
     os.fsync = flush
     kept.write_part = scratch.write_part = noted(scratch.write_part, "saved", first=False)
+    # Once more when older states are gone: the next interval begins then.
+    saving.save_state = noted(saving.save_state, "saved", first=False)
     kept.drop = saving.drop = noted(scratch.drop, "done", first=True)
 
 
