@@ -66,10 +66,15 @@ def run(stage: str, name: str, **more) -> subprocess.CompletedProcess:
     return subprocess.run(command(stage, name), env=environment, text=True, capture_output=True)
 
 
+LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "targets": "all-linear"}
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "adapters"])
 @pytest.mark.parametrize("stage", ["train_sft", "train_rm", "train_direct", "optimize"])
-def test_a_stage_of_two_processes_writes_what_one_writes(project, stage):
+def test_a_stage_of_two_processes_writes_what_one_writes(project, stage, lora):
     for processes in (1, 2):
         knobs = {"loss": "ppo", "ppo_epochs": 2, "train_batch_size": 3, "rm__lr": 5e-4}
+        knobs |= {f"{section}lora": lora for section in ("", "sft__", "rm__", "direct__")}
         set_knobs(project, processes=processes, **knobs)
         done = run(stage, f"of{processes}")
         assert done.returncode == 0, done.stderr
