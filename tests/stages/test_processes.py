@@ -67,21 +67,25 @@ def run(stage: str, name: str, **more) -> subprocess.CompletedProcess:
     return subprocess.run(command(stage, name), env=environment, text=True, capture_output=True)
 
 
+LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "targets": "all-linear"}
 WAYS = {"one": {"processes": 1}, "two": {"processes": 2}, "parts": {"processes": 2, "shard": True}}
 
 
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "adapters"])
 @pytest.mark.parametrize("stage", ["train_sft", "train_rm", "train_direct", "optimize"])
-def test_a_stage_of_two_processes_writes_what_one_writes(project, stage):
-    """Whether each holds the whole model or a part; the optimizer's moments too."""
-    for way, more in WAYS.items():
+def test_a_stage_of_two_processes_writes_what_one_writes(project, stage, lora):
+    """Whether each holds the whole model or, of a model without adapters, a part; moments too."""
+    ways = [way for way in WAYS if way != "parts" or not lora]
+    for way in ways:
         knobs = {"loss": "ppo", "ppo_epochs": 2, "train_batch_size": 3, "rm__lr": 5e-4}
-        set_knobs(project, **knobs | more)
+        knobs |= {f"{section}lora": lora for section in ("", "sft__", "rm__", "direct__")}
+        set_knobs(project, **knobs | WAYS[way])
         done = run(stage, way)
         assert done.returncode == 0, done.stderr
         assert len(done.stdout.splitlines()) == 1 and not done.stderr
     one = project / "one"
     files = sorted(path.relative_to(one) for path in one.rglob("*") if path.is_file())
-    for other in (project / "two", project / "parts"):
+    for other in (project / way for way in ways[1:]):
         assert files == sorted(
             path.relative_to(other) for path in other.rglob("*") if path.is_file()
         )
