@@ -11,6 +11,7 @@ back.
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
@@ -28,8 +29,7 @@ from stages.viewer.storage import files_of, is_moments
 @click.option("--keep", type=click.IntRange(min=0), required=True, help="So many newest rounds.")
 def drop_moments(keep: int) -> None:
     """Drop the moments of all rounds but the newest ones."""
-    rounds = sorted(params.read()["rounds"], key=int)
-    folders = [Path("models/policy") / number for number in rounds[: len(rounds) - keep]]
+    folders = older(Path("models/policy"), params.read()["rounds"], keep)
     dropped = {folder: [f for f in files_of(folder) if is_moments(f)] for folder in folders}
     dropped = {folder: files for folder, files in dropped.items() if files}
     if not dropped:
@@ -52,6 +52,12 @@ def drop_moments(keep: int) -> None:
     if done.returncode:
         raise InputError(f"dvc commit: {done.stderr.strip()}; `dvc checkout` brings them back")
     click.echo("dvc.lock is written; the cache keeps them until dvc gc (docs/disk.md)")
+
+
+def older(policies: Path, rounds: Iterable[str], keep: int) -> list[Path]:
+    """Folders of the rounds that have run, but for the `keep` newest of them."""
+    ran = [policies / number for number in sorted(rounds, key=int) if (policies / number).is_dir()]
+    return ran[: max(0, len(ran) - keep)]
 
 
 def dvc(*words: str) -> subprocess.CompletedProcess:

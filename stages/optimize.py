@@ -42,6 +42,7 @@ from stages.models.checkpoints import load_policy, load_scorer, new_scorer
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
 from stages.models.recompute import recompute_layers
+from stages.models.sharding import gather, shard, start_device
 from stages.models.trainer_state import (
     TrainerState,
     load_optimizer,
@@ -97,6 +98,8 @@ def optimize(
             steps = take_steps(learning, state.step, knobs, log, saver)
         for name, (_, model) in pairs(learner).items():
             check_weights(model, name)
+        for optimizer, model in pairs(learner).values():
+            gather(model, optimizer)
         if processes.number():
             return  # the first one writes
         found = round_figures(targets, learning.stats, steps, settings)
@@ -232,17 +235,20 @@ def load_learner(
         )
     if state.rounds and not state.optimizers:
         click.echo(f"{start}: no moments were kept; this round starts with fresh ones")
-    policy, critic = load_policy(start, knobs.attention, device, trust), None
+    home = start_device(device, knobs.shard)
+    policy, critic = load_policy(start, knobs.attention, home, trust), None
     seed_everything(knobs.seed, "optimize", "adapters", "policy")
     make_trainable(policy, start, knobs.lora, "lora")
     if OBJECTIVES[knobs.loss].critic:
-        critic = load_critic(start, reward_model, knobs, device)
+        critic = load_critic(start, reward_model, knobs, home)
     learner = Learner(policy, critic, {})
     for name, model in (("policy", policy), ("critic", critic)):
         if model is not None:
-            learner.optimizers[name] = adamw(model, knobs.lr, knobs.weight_decay)
             if knobs.gradient_checkpointing:
                 recompute_layers(model)
+            if knobs.shard:
+                shard(model, device)
+            learner.optimizers[name] = adamw(model, knobs.lr, knobs.weight_decay)
             if name in state.optimizers:
                 load_optimizer(state.optimizers[name], learner.optimizers[name], model)
     return learner, state

@@ -6,8 +6,9 @@ Knobs   rewards, beta (0: no reference), critic, temperature, score_batch_size, 
         threads, attention, trust_remote_code
 Writes  data/buffers/round-k.parquet (base/tables.py: BUFFERS), figures
 
-One model is in memory at a time. What depends on the objective is left to `optimize`: advantages,
-KL shaping, clip.
+One model is in memory at a time. A reward model by adapters for the reference is one model with it:
+one pass over the rows reads them with adapters on and off. What depends on the objective is left to
+`optimize`: advantages, KL shaping, clip.
 """
 
 import math
@@ -21,6 +22,7 @@ import pyarrow as pa
 from accelerate import Accelerator
 
 from stages.base import params
+from stages.base.bases import base_of
 from stages.base.command import SharedStage, launched, paths, progress, say
 from stages.base.contents import (
     Largest,
@@ -42,7 +44,8 @@ from stages.base.tables import (
 )
 from stages.knobs.score import Knobs
 from stages.models import processes
-from stages.models.checkpoints import load_policy, load_scorer
+from stages.models.adapters import adapters_off
+from stages.models.checkpoints import load_policy, load_scorer, scorer_on
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
 from stages.models.scorers import by_parts, reference_log_probs, scores_and_values
@@ -97,12 +100,21 @@ class Measurement:
         knobs, critic = self.knobs, load_trainer(policy).critic
         start = knobs.critic if critic is None else None
         columns = dict.fromkeys(("reward_model", "log_probs_ref", "values_old"))
-        if knobs.rewards.reward_model is not None or start == "reward_model":
-            scores, values = self.scores_and_values("reward model", reward_model)
-            columns["reward_model"] = None if knobs.rewards.reward_model is None else scores
-            columns["values_old"] = values if start == "reward_model" else None
-        if knobs.beta > 0:
-            columns["log_probs_ref"] = self.reference_log_probs(reference)
+        scored = knobs.rewards.reward_model is not None or start == "reward_model"
+        compared = knobs.beta > 0
+        # A model that brings its own code says itself how its scorer is made.
+        own_code = knobs.model.trust_remote_code
+        if scored and compared and base_of(reward_model) == reference and not own_code:
+            scores, values, columns["log_probs_ref"] = self.in_one_pass(reward_model, reference)
+        else:
+            if scored:
+                scores, values = self.scores_and_values("reward model", reward_model)
+            if compared:
+                columns["log_probs_ref"] = self.reference_log_probs(reference)
+        if knobs.rewards.reward_model is not None:
+            columns["reward_model"] = scores
+        if start == "reward_model":
+            columns["values_old"] = values
         if start == "policy":
             columns["values_old"] = self.zeros()
         elif knobs.critic is not None and critic is not None:
@@ -123,12 +135,28 @@ class Measurement:
         columns = ("reward_model", "values_old")
         return self._each_batch(name, columns, lambda rows: scores_and_values(model, rows))
 
-    def reference_log_probs(self, folder: Path) -> list[list[float]]:
+    def in_one_pass(self, reward_model: Path, reference: Path) -> list[list]:
+        """Scores, values and reference log-probs; the scorer is the reference with adapters."""
+        policy, temperature = self.load_reference(reference), self.knobs.temperature
+        scorer = scorer_on(policy, reward_model)
+        columns = ("reward_model", "values_old", "log_probs_ref")
+
+        def measure(rows: list[dict]) -> tuple[list, list, list]:
+            found = scores_and_values(scorer, rows)
+            with adapters_off(scorer):
+                return (*found, reference_log_probs(policy, rows, temperature))
+
+        return self._each_batch("reward model and reference", columns, measure)
+
+    def load_reference(self, folder: Path):
         trust = self.knobs.model.trust_remote_code
         device, precision = self.accelerator.device, self.knobs.precision
         model = load_policy(folder, self.knobs.attention, device, trust, precision)
         self.check_fit(model, folder)
-        temperature = self.knobs.temperature
+        return model
+
+    def reference_log_probs(self, folder: Path) -> list[list[float]]:
+        model, temperature = self.load_reference(folder), self.knobs.temperature
 
         def measure(rows: list[dict]) -> tuple[list]:
             return (reference_log_probs(model, rows, temperature),)

@@ -11,6 +11,7 @@ The reference's log-probs come from `score_pairs`. Answers to held-out prompts a
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import click
@@ -35,6 +36,7 @@ from stages.models.checkpoints import load_policy, save_model, saved_bytes
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
 from stages.models.recompute import recompute_layers
+from stages.models.sharding import gather, is_sharded, run, shard, start_device
 from stages.training.batching import in_order, pair_lengths
 from stages.training.saving import Saver
 from stages.training.steps import check_weights
@@ -58,7 +60,8 @@ def train_direct(
     largest = {path: check_contents(path, scored) for path in (train_path, validation)}
     with random_access(train_path, scored) as rows, random_access(validation, scored) as held_out:
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
-        policy = load_policy(start, knobs.attention, accelerator.device, trust)
+        device = start_device(accelerator.device, knobs.shard)
+        policy = load_policy(start, knobs.attention, device, trust)
         tokenizer = load_tokenizer(start, trust)
         seed_everything(knobs.seed, "train_direct", "adapters")
         make_trainable(policy, start, knobs.direct.lora, "direct.lora")
@@ -68,6 +71,8 @@ def train_direct(
         for path, found in largest.items():
             check_vocabulary(path, found, vocabulary_of(policy), start)
             check_positions(path, scored, positions_of(policy.config), start)
+        if knobs.shard:
+            shard(policy, accelerator.device)
         with accelerator.autocast():
             before = validate(policy, held_out, knobs)
         inputs = [train_path, validation, start]
@@ -76,10 +81,13 @@ def train_direct(
         with saver.watching(), tracking(name, knobs.model_dump(), curve) as log:
             steps = train(accelerator, policy, rows, knobs, log, saver)
         check_weights(policy, str(out))
-        reference = load_policy(start, knobs.attention, accelerator.device, trust)
+        reference = load_policy(start, knobs.attention, device, trust)
+        if knobs.shard:
+            shard(reference, accelerator.device)
         with accelerator.autocast():
             after = validate(policy, held_out, knobs)
             after["kl_ref"] = mean_kl(policy, reference, held_out, knobs)
+    gather(policy)
     if processes.number():
         return  # the first one writes
     with replacing(out, folder=True) as folder:
@@ -133,11 +141,12 @@ def validate(policy, rows, knobs: Knobs) -> dict[str, float]:
     loss, total = LOSSES[direct.loss], dict.fromkeys(("loss", *FIGURES), 0.0)
 
     def sums(numbers: Sequence[int]) -> dict[str, float]:
-        pairs = pair_log_probs(policy, [rows[i] for i in numbers], loss.reference)
+        batch = [rows[i] for i in numbers]
+        pairs = run(policy, lambda: pair_log_probs(policy, batch, loss.reference))
         found = losses(pairs, loss, loss_knobs(direct), direct.nll_weight)
         return sums_of(pairs, loss, direct.beta) | {"loss": found.double().sum().item()}
 
-    for part in processes.in_turn(sums, pair_batches(rows, knobs)):
+    for part in processes.in_turn(sums, pair_batches(rows, knobs), in_step=is_sharded(policy)):
         total = {name: total[name] + part[name] for name in total}
     return {name: value / len(rows) for name, value in total.items()}
 
@@ -146,9 +155,10 @@ def mean_kl(policy, reference, rows, knobs: Knobs) -> float:
     """KL(policy || reference) per token of the held-out chosen answers, in nats."""
 
     def kl(batch: Sequence[int]) -> float:
-        return chosen_kl(policy, reference, [rows[i] for i in batch])
+        measure = partial(chosen_kl, policy, reference, [rows[i] for i in batch])
+        return run(policy, lambda: run(reference, measure))
 
-    total = sum(processes.in_turn(kl, pair_batches(rows, knobs)))
+    total = sum(processes.in_turn(kl, pair_batches(rows, knobs), in_step=is_sharded(policy)))
     return total / sum(rows.lengths("chosen_ids"))
 
 

@@ -13,6 +13,7 @@ What a score counts in the reward is left to `score`.
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import click
@@ -36,6 +37,7 @@ from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
 from stages.models.recompute import recompute_layers
 from stages.models.scorers import scores, state_values
+from stages.models.sharding import gather, is_sharded, run, shard, start_device
 from stages.reward.bradley_terry import (
     bradley_terry_loss,
     calibration,
@@ -74,7 +76,8 @@ def train_rm(
     ):
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
         seed_everything(knobs.seed, "train_rm", "head")
-        scorer = new_scorer(sft, knobs.attention, accelerator.device, trust)
+        device = start_device(accelerator.device, knobs.shard)
+        scorer = new_scorer(sft, knobs.attention, device, trust)
         make_trainable(scorer, sft, knobs.rm.lora, "rm.lora")
         tokenizer = load_tokenizer(sft, trust)
         check_room(out, saved_bytes(scorer, knobs.rm.keep_weights))
@@ -83,6 +86,8 @@ def train_rm(
         for path, found in largest.items():
             check_vocabulary(path, found, vocabulary_of(scorer), sft)
             check_positions(path, tables[path], positions_of(scorer.config), sft)
+        if knobs.shard:
+            shard(scorer, accelerator.device)
         inputs = [train_path, validation, sft]
         saver = Saver(work_of("train_rm", inputs, knobs, accelerator.device))
         name = "train_rm" if out.name == "rm" else f"train_reward-{out.name}"
@@ -94,6 +99,7 @@ def train_rm(
             found = validate(scorer, held_out, knobs)
             if outcome:
                 found |= validate_outcomes(scorer, completions, knobs)
+    gather(scorer)
     if processes.number():
         return  # the first one writes
     with replacing(out, folder=True) as folder:
@@ -219,8 +225,8 @@ def validate_outcomes(scorer, rows: Completions, knobs: Knobs) -> dict:
     for numbers in in_order(rows.lengths(), *sizes):
         batch = [rows[i] for i in numbers]
         prompts += [tuple(row["prompt_ids"]) for row in batch]
-        answers = [row["completion_ids"] for row in batch]
-        found.append(scores(scorer, [row["prompt_ids"] for row in batch], answers).cpu())
+        ids = [[row[name] for row in batch] for name in ("prompt_ids", "completion_ids")]
+        found.append(run(scorer, partial(scores, scorer, *ids)).cpu())
         labels += [row["label"] for row in batch]
         rivals += [row["rival"] for row in batch]
     own, labels = torch.cat(found), torch.tensor(labels)
@@ -249,10 +255,12 @@ def validate(scorer, rows, knobs: Knobs) -> dict:
     """
 
     def scored(batch: Sequence[int]) -> list[torch.Tensor]:
-        return [side.cpu() for side in pair_scores(scorer, [rows[i] for i in batch])]
+        found = run(scorer, lambda: pair_scores(scorer, [rows[i] for i in batch]))
+        return [side.cpu() for side in found]
 
     sizes = (knobs.rm.train_batch_size, knobs.train_max_tokens, 2)
-    parts = processes.in_turn(scored, in_order(pair_lengths(rows), *sizes))
+    batches = in_order(pair_lengths(rows), *sizes)
+    parts = processes.in_turn(scored, batches, in_step=is_sharded(scorer))
     chosen, rejected = (torch.cat(side) for side in zip(*parts, strict=True))
     margin = torch.tensor([rows[i]["margin"] for i in range(len(rows))])
     return {

@@ -32,6 +32,7 @@ from stages.models.checkpoints import load_policy, save_model, saved_bytes
 from stages.models.compute import accelerator as make_accelerator
 from stages.models.compute import vocabulary_of
 from stages.models.recompute import recompute_layers
+from stages.models.sharding import gather, shard, start_device
 from stages.training.saving import Saver
 from stages.training.sft import micro_batch_loss, predicted
 from stages.training.steps import check_weights
@@ -50,7 +51,8 @@ def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> 
     largest = check_contents(data, SFT)
     with random_access(data, SFT) as rows:
         accelerator = make_accelerator(knobs.device, knobs.precision, knobs.threads)
-        policy = load_policy(base, knobs.attention, accelerator.device, trust)
+        device = start_device(accelerator.device, knobs.shard)
+        policy = load_policy(base, knobs.attention, device, trust)
         tokenizer = load_tokenizer(base, trust)
         seed_everything(knobs.seed, "train_sft", "adapters")
         make_trainable(policy, base, knobs.sft.lora, "sft.lora")
@@ -59,10 +61,13 @@ def train_sft(data: Path, base: Path, out: Path, curve: Path, figures: Path) -> 
             recompute_layers(policy)
         check_vocabulary(data, largest, vocabulary_of(policy), base)
         check_positions(data, SFT, positions_of(policy.config), base)
+        if knobs.shard:
+            shard(policy, accelerator.device)
         saver = Saver(work_of("train_sft", [data, base], knobs, accelerator.device))
         with saver.watching(), tracking("train_sft", knobs.model_dump(), curve) as log:
             steps = train(accelerator, policy, rows, knobs, log, saver)
         check_weights(policy, "models/sft")
+    gather(policy)
     if processes.number():
         return  # the first one writes
     with replacing(out, folder=True) as folder:

@@ -195,6 +195,11 @@ class Memory(Compute):
     """What a training stage reads beside: memory and processes against time."""
 
     processes: Processes
+    shard: flag(
+        "Let each process hold its part alone of weights, gradients and moments, and gather a layer"
+        " where it runs (FSDP2): for what no one card holds. Needs processes above 1. Prompts are"
+        " then not shared."
+    )
     gradient_checkpointing: flag(
         "Keep no activations of layers and compute them anew in the backward pass: less memory, for"
         " one more forward pass. Prompts are then not shared."
@@ -208,6 +213,12 @@ class Memory(Compute):
             ge=1,
         ),
     ]
+
+    @model_validator(mode="after")
+    def parts_have_processes(self) -> Self:
+        if self.shard and self.processes == 1:
+            raise ValueError("shard: found true, but processes is 1; expected several processes")
+        return self
 
 
 class Lora(Section):

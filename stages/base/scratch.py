@@ -63,14 +63,18 @@ class Work:
         )
         self._stamps, self._key = self._stamp(), None
 
-    def _stamp(self) -> list[tuple]:
-        files = [(f, f.stat()) for path in self.inputs for f in files_of(path)]
+    def _stamp(self) -> list[tuple] | None:
+        """Of each file its size and time; None where one is missing: who reads it says so."""
+        try:
+            files = [(f, f.stat()) for path in self.inputs for f in files_of(path)]
+        except FileNotFoundError:
+            return None
         return [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in files]
 
     @property
     def key(self) -> str | None:
-        """SHA-256 of all that the stage reads; None where an input changed since it began."""
-        if self._key is None:
+        """SHA-256 of all that the stage reads; None where an input is missing or has changed."""
+        if self._key is None and self._stamps is not None:
             digest = hashlib.sha256(self._facts.encode())
             digest.update(repr(self._rows).encode("utf-8", "surrogatepass"))
             for path in self.inputs:

@@ -11,6 +11,8 @@ peft is imported where there are adapters: it takes two seconds, and most runs h
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -122,6 +124,21 @@ def attach_adapters(model: PreTrainedModel, folder: Path, new_head: bool = False
             )
         weight.data.copy_(tensors[name])
     model.requires_grad_(False)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, a model that is only read computes what it did before adapters came into it."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -138,6 +138,21 @@ def load_scorer(
     return scorer
 
 
+def scorer_on(policy: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The scorer of a folder of adapters that are for the policy itself; both are only read.
+
+    They share one backbone, in which the adapters then stand: the policy is what it was under
+    `adapters_off`.
+    """
+    config = type(policy.config).from_dict(policy.config.to_dict() | {"num_labels": 1})
+    with torch.device("meta"):
+        scorer = scorer_class(config)(config)
+    setattr(scorer, scorer.base_model_prefix, policy.base_model)
+    scorer.score.to_empty(device=policy.device).to(policy.dtype)
+    attach_adapters(scorer, folder)
+    return scorer.eval()
+
+
 def new_scorer(
     folder: Path,
     attention: str,

@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicLayer
 
 from stages.models.compute import attention_kernel
 from stages.models.prefix_tree import opening_of, plant, tree_hidden, tree_pays
-from stages.models.recompute import recomputes
+from stages.models.recompute import recomputes, takes_plain_rows
 
 Ids = Sequence[int]
 
@@ -191,9 +191,10 @@ def completion_states(
 ) -> States:
     """(B prompts, B non-empty completions) -> `States`, by the model's route.
 
-    Layers that are computed anew take plain rows: a second pass would fill the cache once more.
+    Layers that are computed anew take plain rows: a second pass would fill the cache once more. So
+    do sharded ones, whose weights are gathered once a pass.
     """
-    if route_of(backbone) != "shared" or recomputes(backbone):
+    if route_of(backbone) != "shared" or takes_plain_rows(backbone):
         return full_states(backbone, prompts, completions, read_last)
     distinct = list(dict.fromkeys(map(tuple, prompts)))
     opening = len(opening_of(distinct))

@@ -40,6 +40,17 @@ def _together() -> Iterator[None]:
         raise Lost(str(error)) from error
 
 
+@contextmanager
+def together() -> Iterator[None]:
+    """Around a pass with collectives of torch's own in it: `Lost` for what these raise alone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            raise Lost(str(error)) from error
+        raise
+
+
 def summed(tensor: Tensor) -> Tensor:
     """The sum of all processes' tensors of one shape, written into this one's."""
     if count() > 1:
@@ -68,11 +79,16 @@ def gathered(value: object) -> list:
     return found
 
 
-def in_turn(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """`map(work, items)`, each process working on every so many of them; all get all results."""
+def in_turn(
+    work: Callable[[Item], Result], items: Iterable[Item], in_step: bool = False
+) -> Iterator[Result]:
+    """`map(work, items)`, each process working on every so many of them; all get all results.
+
+    `in_step` each works as often as the others, on the last item where it has none of its own.
+    """
     for turn in chunks(items, count()):
-        own = [work(item) for item in turn[number() : number() + 1]]
-        for found in gathered(own):
+        own = turn[number() : number() + 1] or (turn[-1:] if in_step else [])
+        for found in gathered([work(item) for item in own])[: len(turn)]:
             yield from found
 
 

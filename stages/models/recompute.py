@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from stages.base.errors import BadKnob
 
 MARK = "layers_are_recomputed"
+PLAIN_ROWS = "takes_plain_rows"  # the mark of a backbone that must be given no cache to fill
 
 
 def recompute_layers(model: PreTrainedModel) -> None:
@@ -29,8 +30,14 @@ def recompute_layers(model: PreTrainedModel) -> None:
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     setattr(backbone, MARK, True)
+    setattr(backbone, PLAIN_ROWS, True)
 
 
 def recomputes(backbone: nn.Module) -> bool:
-    """Whether `recompute_layers` was called. Such a backbone must be given no cache to fill."""
+    """Whether `recompute_layers` was called."""
     return getattr(backbone, MARK, False)
+
+
+def takes_plain_rows(backbone: nn.Module) -> bool:
+    """Whether layers run more often than their pass, or are gathered for it: no cache, then."""
+    return getattr(backbone, PLAIN_ROWS, False)

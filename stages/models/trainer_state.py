@@ -15,6 +15,7 @@ from stages.base.errors import InputError
 from stages.base.files import replacing
 from stages.base.metrics import read_json, write_json
 from stages.models.checkpoints import DTYPES, open_as_others, save_model, saved_bytes
+from stages.models.sharding import parted_as
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FRESH = "none"  # what state.json says of moments that were not kept
@@ -162,5 +163,8 @@ def _fill(path: Path, optimizer: torch.optim.Optimizer, model: nn.Module, file) 
             raise InputError(f"{path}: {key} is {tuple(value.shape)}, expected {shapes[key]}")
         name, _, entry = key.rpartition("/")
         parameter = parameters[name]
-        # The step count too: the fused AdamW wants it beside the weights.
-        optimizer.state[parameter][entry] = value.to(parameter.device, torch.float32, copy=True)
+        if entry == "step":  # the fused AdamW wants it beside the weights
+            value = value.to(parameter.device, torch.float32, copy=True)
+        else:
+            value = parted_as(value.to(torch.float32), parameter)
+        optimizer.state[parameter][entry] = value

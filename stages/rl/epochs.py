@@ -6,7 +6,7 @@ Letters: N completions of the buffer, B of a micro-batch, T completion tokens. T
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from accelerate import Accelerator
@@ -17,6 +17,7 @@ from stages.models import processes
 from stages.models.forward import States, completion_states
 from stages.models.log_probs import head_log_probs
 from stages.models.scorers import action_values
+from stages.models.sharding import idle_pass, is_sharded, run
 from stages.rl.kl import kl_penalty
 from stages.rl.objectives import token_weights, value_loss
 from stages.rl.stats import CompletionStats, TokenFigures, token_mean
@@ -110,14 +111,14 @@ class Round:
         settings, rows = self.settings, _flat(batches)
         lengths = self.targets.lengths[rows]
         weights = self._weights(batches, settings.aggregation)
-        losses = self._own_losses(self._policy_loss, batches, weights)
+        losses = self._own_losses(self.learner.policy, self._policy_loss, batches, weights)
         policy = self._update("policy", losses, done, settings.lr)
         own = _flat([batch[self._own(batch)] for batch in batches])
         self.stats.share(rows, own, self.targets.lengths)
         critic = None
         if self.learner.critic is not None:
             weights = self._weights(batches, "token-mean")
-            losses = self._own_losses(self._critic_loss, batches, weights)
+            losses = self._own_losses(self.learner.critic, self._critic_loss, batches, weights)
             critic = self._update("critic", losses, done, settings.lr_critic)
         return StepRecord(
             epoch,
@@ -135,6 +136,7 @@ class Round:
 
     def _own_losses(
         self,
+        model: PreTrainedModel,
         loss_of: Callable[[list[int], Tensor], Tensor],
         batches: list[list[int]],
         weights: list[Tensor],
@@ -143,7 +145,9 @@ class Round:
         for batch, weight in zip(batches, weights, strict=True):
             own = self._own(batch)
             if batch[own]:
-                yield loss_of(batch[own], weight[own])
+                yield run(model, partial(loss_of, batch[own], weight[own]))
+            elif is_sharded(model):
+                yield idle_pass(model)
             else:
                 yield torch.zeros((), device=self.accelerator.device)
 

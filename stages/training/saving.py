@@ -19,6 +19,7 @@ from stages.base.environment import SCRATCH, save_seconds
 from stages.base.errors import InputError
 from stages.base.scratch import State, Work, drop, load_state, save_state
 from stages.models import processes
+from stages.models.sharding import parted_as, whole
 
 Models = Mapping[str, tuple[torch.optim.Optimizer, nn.Module]]
 
@@ -98,9 +99,9 @@ def tensors_of(models: Models) -> dict[str, Tensor]:
     }
     for name, (optimizer, model) in models.items():
         for key, weight in trained(model):
-            found[f"{name}/weight/{key}"] = weight.detach()
+            found[f"{name}/weight/{key}"] = whole(weight.detach())
             for entry, value in optimizer.state.get(weight, {}).items():
-                found[f"{name}/{entry}/{key}"] = value
+                found[f"{name}/{entry}/{key}"] = whole(value)
     return {key: value.cpu().clone() for key, value in found.items()}
 
 
@@ -118,11 +119,14 @@ def restore(models: Models, tensors: Mapping[str, Tensor]) -> None:
         torch.cuda.set_rng_state(tensors[f"random/cuda{own}"])
     for name, (optimizer, model) in models.items():
         for key, weight in trained(model):
-            weight.copy_(tensors[f"{name}/weight/{key}"])
+            weight.copy_(parted_as(tensors[f"{name}/weight/{key}"], weight))
             for entry in ("step", "exp_avg", "exp_avg_sq"):
                 if (value := tensors.get(f"{name}/{entry}/{key}")) is not None:
                     # The step count too: the fused AdamW wants it beside the weights.
-                    optimizer.state[weight][entry] = value.to(weight.device, copy=True)
+                    if entry == "step":
+                        optimizer.state[weight][entry] = value.to(weight.device, copy=True)
+                    else:
+                        optimizer.state[weight][entry] = parted_as(value, weight)
 
 
 def _suffix(number: int) -> str:

@@ -13,9 +13,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from stages.base.errors import InputError
+from stages.base.errors import InputError, Lost
 from stages.models import processes
 from stages.models.compute import all_finite
+from stages.models.sharding import is_sharded, own_part, whole
 
 EMA_DECAY = 0.9
 
@@ -93,16 +94,21 @@ def update(
         finite = bool(torch.isfinite(loss))
         if nonfinite == "stop" and not finite:
             raise stop_of(loss.item())
-        if nonfinite == "skip" and not processes.everywhere(finite):
+        if not processes.everywhere(finite):
+            if nonfinite == "stop":
+                raise Lost("another process met a loss that is not finite")
             skipped += 1
             continue
         if loss.requires_grad:
-            accelerator.backward(loss)
+            with processes.together():
+                accelerator.backward(loss)
         total, kept = total + loss.detach(), kept + 1
-    processes.sum_gradients(parameters)
+    if not is_sharded(model):
+        processes.sum_gradients(parameters)
     loss = processes.total(total.item())
-    norm = accelerator.clip_grad_norm_(parameters, max_norm)
-    norm = float(norm) if norm is not None else 0.0
+    with processes.together():
+        norm = accelerator.clip_grad_norm_(parameters, max_norm)
+        norm = float(whole(norm)) if norm is not None else 0.0
     if not math.isfinite(norm):
         optimizer.zero_grad()
         if nonfinite == "stop":
@@ -119,7 +125,7 @@ def update(
 def check_weights(model: nn.Module, name: str) -> None:
     """Raise `NonFinite` if any weight is NaN or infinite: such a model is never saved."""
     for key, weight in model.named_parameters():
-        if not all_finite(weight):
+        if not all_finite(own_part(weight)):
             raise NonFinite(f"{name}: weight {key} is not finite after training. Nothing was saved")
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from stages.base.command import progress
 from stages.base.randomness import seed_everything
 from stages.models import processes
+from stages.models.sharding import idle_pass, is_sharded, run
 from stages.training.batching import cut, dealt, plan_epoch
 from stages.training.saving import Saver, restore, tensors_of
 from stages.training.steps import adamw, ema, rate_of_update, update
@@ -128,6 +129,8 @@ class Fit:
     def _own_loss(self, batch: list[dict], divisor: int) -> Tensor:
         """What this process's part of a micro-batch adds to the step's loss; 0 without a row."""
         own = dealt(batch, processes.number(), processes.count())
-        if not own:
-            return torch.zeros((), device=self.accelerator.device)
-        return self.loss_of(own, divisor)
+        if own:
+            return run(self.model, lambda: self.loss_of(own, divisor))
+        if is_sharded(self.model):
+            return idle_pass(self.model)
+        return torch.zeros((), device=self.accelerator.device)

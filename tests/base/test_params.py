@@ -75,6 +75,12 @@ def test_vllm_samples_from_the_whole_vocabulary(complaint, accepted, knob, value
     assert f"{knob}: found {value}, expected {whole} with sampler vllm" in message
 
 
+def test_a_single_process_has_nothing_to_share_a_model_with(complaint, accepted):
+    assert accepted("optimize", processes=2, shard=True).shard
+    message = complaint(processes=1, shard=True)
+    assert message.count("shard: found true, but processes is 1; expected several processes") == 1
+
+
 def test_every_script_has_knobs_and_every_knobs_module_has_a_script():
     beside = {"show", "merge", "clear_scratch", "disk", "drop_moments"}  # commands, no stages
     assert set(KNOBS) == SCRIPTS - beside

@@ -155,6 +155,7 @@ class Round:
         from stages.base.tokenizers import load_tokenizer
         from stages.knobs.optimize import Knobs as OptimizeKnobs
         from stages.knobs.rollout import Knobs
+        from stages.models.adapters import make_trainable
         from stages.models.checkpoints import load_policy
         from stages.rollouts.prompts import load_prompts
         from stages.training.steps import adamw
@@ -163,6 +164,7 @@ class Round:
         self.accelerator, self.device = started(knobs)
         self.tokenizer = load_tokenizer(BASE)
         self.policy = load_policy(BASE, knobs.attention, self.device)
+        make_trainable(self.policy, BASE, learning.lora, "lora")
         task = Path("../prompts.jsonl")
         self.prompts, _ = load_prompts(knobs.prompts, task, self.tokenizer, 512, knobs.seed)
         rules = rollout.make_rules(knobs)

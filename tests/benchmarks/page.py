@@ -12,6 +12,7 @@ GOALS = {
     ("rollout", "TRL"): {"tiny": (2, 4), "smollm2": (1.5, 3)},
     ("rollout", "plain loop"): {"tiny": (4, 4), "smollm2": (4, 4)},
     ("optimize", "TRL"): {"tiny": (1.2, 2), "smollm2": (2.5, 4)},
+    ("optimize by LoRA", "TRL"): {"tiny": (1.2, 2.5), "smollm2": (2.5, 4)},
     ("tokenization", "datasets.map"): {"tiny": (1.5, 3), "smollm2": (1.5, 3)},
     ("four rounds through files", "in memory"): {"smollm2": (1 / 1.35, 1 / 1.1)},
     ("SFT, share of peak", "matrix product"): {"smollm2": (0.4, 0.6)},
@@ -23,6 +24,7 @@ LONG_GOALS = {
     "reward model": (3, 0.5),
     "rollout": (2, None),
     "optimize": (2.5, 0.35),
+    "optimize by LoRA": (2.5, 0.5),
 }
 HEAD = """# Benchmarks
 

@@ -129,7 +129,11 @@ def grpo(args) -> dict:
         **settings(args),
     )
     trainer = Timed(
-        model=str(args.model), reward_funcs=exact, args=config, train_dataset=rows(args)
+        model=str(args.model),
+        reward_funcs=exact,
+        args=config,
+        train_dataset=rows(args),
+        peft_config=adapters(args),
     )
     seconds = step_seconds(trainer)
     lengths = logged(trainer, "completions/mean_length")
@@ -143,6 +147,15 @@ def grpo(args) -> dict:
         "optimize_completions_s": completions / warm(learning),
         "optimize_tokens_s": warm(learned),
     }
+
+
+def adapters(args):
+    """What peft is told under --lora; None: all weights are trained."""
+    if not args.lora:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear")
 
 
 def exact(completions, answer, **_) -> list[float]:
@@ -190,6 +203,7 @@ def main() -> None:
     sizes = {"batch": 16, "steps": 4, "prompts": 16, "samples": 8, "max-new": 12, "pairs": 128}
     for name, size in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--lora", type=int, default=0, help="rank of adapters for grpo")
     parser.add_argument("--bf16", action="store_true", help="under bf16 autocast")
     args = parser.parse_args()
     figures = WORKS[args.work](args)

@@ -3,6 +3,7 @@
     python -m tests.benchmarks.run                     # all but growth, into docs/benchmarks.*
     python -m tests.benchmarks.run --only sft,reward --models tiny
     python -m tests.benchmarks.run --long              # answers of up to 256 tokens, SmolLM2 alone
+    python -m tests.benchmarks.run --only lora         # GRPO by adapters of rank 16, both sides
     python -m tests.benchmarks.run --only growth       # how cost grows
 
 Both sides take the same model, rows and machine; they run in turn, A B A B, each in a process of
@@ -41,9 +42,10 @@ PAIRS = {"tiny": 512, "smollm2": 64}
 # Rows of real length: an optimizer step is of 16 rows still, or of 2 prompts with 8 completions,
 # but passes are cut by tokens.
 LONG_ROUND = (2, 8)
-LONG_STEPS = {"sft": 2, "reward": 2, "grpo": 2}
+LONG_STEPS = {"sft": 2, "reward": 2, "grpo": 2, "lora": 2}
 LONG = {"max_new_tokens": 256, "train_max_tokens": 2048, "forward_max_tokens": 8192}
 TURNS = 2
+RANK = 16  # of adapters
 
 
 @dataclass
@@ -151,15 +153,8 @@ def direct(bench: Bench, model: str) -> list[dict]:
 
 
 def grpo(bench: Bench, model: str) -> list[dict]:
-    prompts, samples = bench.round(model)
-    steps = bench.steps(model, "grpo")
-    sizes = ("--prompts", prompts, "--samples", samples)
-    sizes += ("--max-new", LONG["max_new_tokens"] if bench.long else 12)
-    ours, peer = alternate(
-        lambda: bench.ours(model, "grpo", *steps, "--prompts", prompts),
-        lambda: bench.peer(model, "grpo", "prompts", *steps, *sizes),
-    )
-    tokens, learned = ("tokens/s", "rollout_tokens_s"), ("completions/s", "optimize_completions_s")
+    sizes, ours, peer = grpo_sides(bench, model)
+    tokens, learned = ("tokens/s", "rollout_tokens_s"), LEARNED
     if bench.long:
         # Completions differ in length: what was learned from is counted in their tokens.
         return [
@@ -172,6 +167,30 @@ def grpo(bench: Bench, model: str) -> list[dict]:
         row("rollout", model, *tokens, ours, loop, "plain loop"),
         row("optimize", model, *learned, ours, peer, "TRL"),
     ]
+
+
+LEARNED = ("completions/s", "optimize_completions_s")
+
+
+def grpo_sides(bench: Bench, model: str, *words, **knobs) -> tuple[tuple, dict, dict]:
+    """The peer's sizes, and the figures of both sides; `words` go to the peer, `knobs` to ours."""
+    prompts, samples = bench.round(model)
+    steps = bench.steps(model, "grpo")
+    sizes = ("--prompts", prompts, "--samples", samples)
+    sizes += ("--max-new", LONG["max_new_tokens"] if bench.long else 12)
+    ours, peer = alternate(
+        lambda: bench.ours(model, "grpo", *steps, "--prompts", prompts, **knobs),
+        lambda: bench.peer(model, "grpo", "prompts", *steps, *sizes, *words),
+    )
+    return sizes, ours, peer
+
+
+def lora(bench: Bench, model: str) -> list[dict]:
+    """Rounds by adapters, both sides with those of the same shape on the same layers."""
+    shape = {"rank": RANK, "alpha": 2.0 * RANK, "dropout": 0.0, "targets": "all-linear"}
+    _, ours, peer = grpo_sides(bench, model, "--lora", RANK, lora=shape)
+    learned = ("tokens/s", "optimize_tokens_s") if bench.long else LEARNED
+    return [row("optimize by LoRA", model, *learned, ours, peer, "TRL")]
 
 
 def tokenize(bench: Bench, model: str) -> list[dict]:
@@ -201,7 +220,7 @@ def rounds(bench: Bench, model: str) -> list[dict]:
     return [row("four rounds through files", model, *kind, through, inside, "in memory")]
 
 
-COMPARED = {run.__name__: run for run in (sft, reward, direct, grpo, tokenize, rounds)}
+COMPARED = {run.__name__: run for run in (sft, reward, direct, grpo, lora, tokenize, rounds)}
 
 
 def idle(bench: Bench, numbers=(6,)) -> list[dict]:

@@ -1,8 +1,9 @@
 """Stages as processes that start at once, forked off one that has imported what they need.
 
 A line on stdin, JSON: {"folder", "log", "stage", "words", "pause"}. The answer is the process id,
-and in a second line its exit status. A stage started so notes under `notes` in its folder when a
-step or batch was finished, when a part of the scratch was written, and when its outputs were.
+and in a second line its exit status. A stage started so notes under `notes` in its folder when the
+first interval and each later one begins (ready, saved), when a step or batch was finished, and when
+its outputs were written.
 `pause` seconds stand for the computing of each step or batch, and for each flush of a slow disk.
 """
 
@@ -56,7 +57,14 @@ def note(what: str) -> None:
 
 
 def slow_down(pause: float) -> None:
-    after_step, add, fsync = saving.Saver.after_step, kept.Kept._add, os.fsync
+    write_part, fsync, parts = scratch.write_part, os.fsync, []
+
+    def ready(function):
+        def begin(*arguments):
+            function(*arguments)
+            note("ready")
+
+        return begin
 
     def finished(function):
         def slow(*arguments):
@@ -66,25 +74,34 @@ def slow_down(pause: float) -> None:
 
         return slow
 
+    def saving_by(function):
+        def save(*arguments):
+            parts.clear()
+            function(*arguments)
+            if any(parts):
+                note("saved")
+
+        return save
+
+    def written(*arguments):
+        parts.append(write_part(*arguments))
+        return parts[-1]
+
     def flush(file):
         time.sleep(pause)
         fsync(file)
 
-    def noted(function, what, first):
-        def call(*arguments):
-            if first:
-                note(what)
-            found = function(*arguments)
-            if not first:
-                note(what)
-            return found
+    def done(work):
+        note("done")
+        scratch.drop(work)
 
-        return call
-
-    saving.Saver.after_step, kept.Kept._add = finished(after_step), finished(add)
+    for keeper in (saving.Saver, kept.Kept):
+        keeper.__init__ = ready(keeper.__init__)
+    saving.Saver.after_step = finished(saving_by(saving.Saver.after_step))
+    kept.Kept._add, kept.Kept._write = finished(kept.Kept._add), saving_by(kept.Kept._write)
+    kept.write_part = scratch.write_part = written
+    kept.drop = saving.drop = done
     os.fsync = flush
-    kept.write_part = scratch.write_part = noted(scratch.write_part, "saved", first=False)
-    kept.drop = saving.drop = noted(scratch.drop, "done", first=True)
 
 
 if __name__ == "__main__":

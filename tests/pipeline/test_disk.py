@@ -2,10 +2,12 @@
 
 import json
 import re
+import textwrap
 
 import pytest
 
-from tests.helpers.clone import commit, run
+from tests.helpers.clone import commit, copy_of_working_tree, run
+from tests.helpers.tiny import ROOT, small_params, write
 from tests.pipeline.running import content, dvc, executed, lock_of
 
 pytestmark = pytest.mark.slow
@@ -64,6 +66,25 @@ def test_moments_of_older_rounds_go_and_nothing_runs_again(copy):
     assert "models/policy/1: no moments were kept; this round starts with fresh ones" in output
     state = json.loads((copy / "models/policy/3/trainer/state.json").read_text())
     assert state["rounds"] == [1, 3]
+
+
+def test_round_by_round_a_small_disk_holds_one_rounds_moments(first, tmp_path):
+    """The loop of docs/disk.md ends at the models of an undisturbed run."""
+    page = (ROOT / "docs/disk.md").read_text(encoding="utf-8")
+    loop = textwrap.dedent(page[page.index("    for k in") : page.index("## What does DVC keep?")])
+    (tmp_path / "small").mkdir()
+    folder = copy_of_working_tree(tmp_path / "small")
+    write(folder / "params.yaml", small_params())
+    commit(folder, "tiny params")
+    run(folder, "bash", "-ec", loop.replace("1 2 3 4 5 6", "1 2"))
+    kept = content(folder / "models"), content(first[0] / "models")
+    less = "policy/1/trainer/policy.safetensors", "policy/1/trainer/state.json"
+    ours, theirs = ({n: b for n, b in files.items() if n not in less} for files in kept)
+    assert ours == theirs and less[0] not in kept[0]
+    moments = content(first[0] / "models/policy/1/trainer")["policy.safetensors"]
+    cached = [p for p in (folder / ".dvc/cache/files").rglob("*") if p.is_file()]
+    assert moments not in [p.read_bytes() for p in cached]
+    assert "up to date" in dvc(folder, "status").stdout
 
 
 def test_moments_are_not_dropped_where_dvc_lock_would_take_in_more(copy):

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from stages.base import command
 from stages.base.tables import ROLLOUTS, iterate_rows
+from stages.models import processes
 from stages.models.checkpoints import load_policy, save_model
 from tests.helpers.models import byte_tokenizer, llama_scorer
 from tests.helpers.stage import succeed
@@ -58,9 +59,13 @@ def set_knobs(folder: Path, count: int, tries: int) -> None:
 
 
 def run_all(folder: Path) -> None:
-    """The stages in their order, as one process of several or as the only one."""
+    """The stages in their order, as one process of several or as the only one.
+
+    Each waits for what all processes did of the one before, as DVC does.
+    """
     command.stop_with_parent = lambda: None
     path = list(sys.path)
+    forget_rule()
     for stage in STAGES:
         script, arguments = command_line(stage, {"1": "models/sft", "dpo": "models/sft"})
         words = [word for pair in arguments.items() for word in pair]
@@ -68,7 +73,17 @@ def run_all(folder: Path) -> None:
         with chdir(folder):
             result = CliRunner().invoke(main, words, catch_exceptions=False)
         assert result.exit_code == 0, result.output
+        processes.gathered(stage)
     sys.path[:] = path
+    forget_rule()
+
+
+def forget_rule() -> None:
+    """Let the next import look again: the stages name its folder by a relative path, for which
+    Python keeps a finder of the folder that an earlier test was in.
+    """
+    sys.modules.pop("odd_rule", None)
+    sys.path_importer_cache.pop("data/source", None)
 
 
 @pytest.fixture(scope="module", params=[0, 4], ids=["every group", "dynamic sampling"])

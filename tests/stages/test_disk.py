@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 
+from stages.drop_moments import older
 from tests.helpers.stage import figures, refuse, succeed
 from tests.pipeline.running import content
 
@@ -97,3 +98,16 @@ def test_a_critic_is_kept_without_its_moments(folder):
     files = {p.name for p in (folder / "models/policy/1/trainer/critic").iterdir()}
     assert "model.safetensors" in files
     assert figures(folder, "score/2")["completions"] > 0
+
+
+def test_the_newest_rounds_are_those_that_have_run(tmp_path):
+    rounds = [str(number) for number in (1, 2, 3, 9, 10, 11)]
+    for number in (1, 2, 9, 10):
+        (tmp_path / str(number)).mkdir()
+
+    def names(keep: int) -> list[str]:
+        return [path.name for path in older(tmp_path, rounds, keep)]
+
+    assert names(0) == ["1", "2", "9", "10"]
+    assert names(1) == ["1", "2", "9"]
+    assert names(4) == names(7) == []

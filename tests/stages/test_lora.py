@@ -3,12 +3,15 @@
 import shutil
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from stages import score
 from stages.base.bases import base_of
 from stages.merge import merge_adapters
 from stages.models.adapters import adapter_weights
@@ -51,6 +54,10 @@ def everywhere(tmp_path_factory):
     for stage in DIRECT:
         succeed(folder, stage, loss="ppo", **EVERYWHERE, **BRANCH)
     return folder
+
+
+def read_rows(path: Path) -> list[dict]:
+    return pq.read_table(path).to_pylist()
 
 
 def files_of(folder: Path) -> set[str]:
@@ -153,6 +160,43 @@ def test_whole_rounds_start_from_adapters_of_sft_by_a_merged_copy(everywhere, tm
     succeed(folder, "optimize@1", loss="grpo")
     assert "model.safetensors" in files_of(folder / "models/policy/1")
     assert content(folder / "models/sft") == before
+
+
+@pytest.fixture(scope="module")
+def scored_by_adapters(tmp_path_factory):
+    """SFT whole, the reward model by adapters on it, and a rollout to be scored. Read only."""
+    stages = ["train_sft", "train_rm", "rollout@1"]
+    return made(tmp_path_factory, stages, rm__lora=LORA, critic="reward_model")
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_reference_and_reward_model_are_one_model_that_gives_the_bits_of_two(
+    scored_by_adapters, tmp_path, monkeypatch, precision, attention
+):
+    folder = tmp_path / "copy"
+    shutil.copytree(scored_by_adapters, folder)
+    knobs = {"rm__lora": LORA, "critic": "reward_model", "precision": precision}
+    knobs |= {"attention": attention}
+    AcceleratorState._reset_state(True)  # it keeps the precision of the test before
+    calls = []
+    load = score.load_policy
+    monkeypatch.setattr(score, "load_policy", lambda *a: calls.append(a[0]) or load(*a))
+    with monkeypatch.context() as alone:
+        alone.setattr(score, "load_scorer", None)  # is not called
+        succeed(folder, "score@1", **knobs)
+    together = read_rows(folder / "data/buffers/round-1.parquet")
+    assert calls == [Path("models/sft")]
+    monkeypatch.setattr(score, "base_of", lambda path: None)
+    succeed(folder, "score@1", **knobs)
+    apart = read_rows(folder / "data/buffers/round-1.parquet")
+    assert together == apart
+    assert len({row["reward_model"] for row in apart}) > 1
+    assert all(row["log_probs_ref"] and row["values_old"] for row in apart)
+    pairs = [(row["log_probs_ref"], row["log_probs_old"]) for row in apart]
+    far = max(abs(a - b) for pair in pairs for a, b in zip(*pair, strict=True))
+    AcceleratorState._reset_state(True)
+    assert far < (1e-4 if precision == "float32" else 0.1)  # round 1 samples from the reference
 
 
 @pytest.mark.parametrize(

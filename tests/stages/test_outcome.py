@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from stages.base import command
+from stages.base.environment import SAVE_MINUTES, SCRATCH
 from stages.base.tables import BUFFERS, LABELLED, PAIRS, ROLLOUTS, write_table
 from stages.base.tokenizers import load_tokenizer
 from stages.models.checkpoints import load_scorer
@@ -18,6 +19,8 @@ from stages.models.scorers import scores
 from stages.reward.labelled import open_completions
 from stages.tokenize_labelled import tokenize_labelled
 from stages.train_rm import outcome_loss, train_rm
+from stages.training import saving
+from tests.helpers.cuts import Cut, cutting
 from tests.helpers.models import (
     buffer_row,
     byte_tokenizer,
@@ -28,6 +31,7 @@ from tests.helpers.models import (
     weights_of,
 )
 from tests.helpers.tiny import small_params, write
+from tests.pipeline.running import content
 
 RIGHT, WRONG = 7, 9  # the last token of a right, and of a wrong completion
 CHANGES = {"rm__epochs": 8, "rm__train_batch_size": 4, "rm__lr": 5e-3, "rm__warmup_steps": 0}
@@ -117,6 +121,25 @@ def test_two_runs_give_the_same_bytes_and_another_seed_does_not(project):
     a, b, c = ((project / "models" / n / "model.safetensors").read_bytes() for n in "abc")
     assert a == b != c
     assert figures("a") == figures("b")
+
+
+@pytest.mark.parametrize("target", ["every_token", "last_token"])
+def test_a_training_cut_off_goes_on_and_ends_at_the_bytes_of_an_undisturbed_one(
+    project, monkeypatch, target
+):
+    set_knobs(rm__target=target, rm__epochs=1)
+    monkeypatch.setenv(SAVE_MINUTES, "0.0000001")
+    monkeypatch.delenv(SCRATCH, raising=False)
+    assert train("whole").exit_code == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "save_state", cutting(4))
+        assert isinstance(train("cut").exception, Cut)
+    result = train("cut")
+    assert "train_rm: goes on after step 4 (" in result.output, result.output
+    assert content(project / "models" / "cut") == content(project / "models" / "whole")
+    for ending in ("csv", "json"):
+        cut, whole = (project / f"{name}.{ending}" for name in ("cut", "whole"))
+        assert cut.read_bytes() == whole.read_bytes()
 
 
 @pytest.mark.parametrize("target", ["every_token", "last_token"])
