@@ -270,6 +270,7 @@ def test_no_output_is_kept_out_of_the_run_cache():
 OPTIONAL = {
     "branches": {"dpo": "models/sft"},
     "reward_models": {"o": {"kind": "outcome", "data": "data/rollouts/round-1.parquet"}},
+    "best_of_n": {"rm": "models/rm"},
     "labelled": {"mine": "data/source/mine.jsonl"},
 }
 OF_OPTIONAL = {f"${{{name}}}": list(values) for name, values in OPTIONAL.items()}
@@ -403,7 +404,8 @@ def test_each_key_in_turn_makes_exactly_the_stages_stale_that_read_it(committed,
             assert found.pop("report") == {key.split(".")[0]}
             assert set().union(*found.values()) <= {key}
             seen[key] = {stage for stage, changes in found.items() if changes}
-    for key in ("rounds", "rm.kind", "rm.data", *OPTIONAL):  # dvc.yaml reads them, no stage
+    # dvc.yaml reads these, no stage
+    for key in ("rm.kind", "rm.data", "reward_models", "labelled", "best_of_n"):
         assert seen.pop(key) == set()
     assert seen == readers()
     assert len(seen) > 100
@@ -437,7 +439,7 @@ def test_each_module_in_turn_makes_exactly_the_stages_stale_that_declare_it(
         ("preferences__validation_share", 0.5, {"split_preferences"}),
         ("evaluate__samples", 9, {"evaluate", "evaluate_sft", "evaluate_direct"}),
         ("direct__beta", 0.2, {"train_direct"}),
-        ("score_batch_size", 7, {"score", "score_pairs"}),
+        ("score_batch_size", 7, SCORE | PICK),
         ("sft__max_samples", 7, {"prepare_task", "tokenize_sft"}),
         ("task__config", {"min_word_len": 4}, {"prepare_task"}),
     ],
@@ -479,7 +481,8 @@ def test_another_round_concerns_its_own_stages_and_the_report(committed):
     with Changed(path):
         write(path, params_with_all_stages(rounds=rounds))
         found = set(stale(committed))
-    assert found == {"rollout@3", "score@3", "optimize@3", "evaluate@3", "report"}
+    made = {"rollout@3", "score@3", "optimize@3", "evaluate@3", "score_answers@rm", "report"}
+    assert found == made
 
 
 def test_another_start_of_a_round_concerns_that_round_and_the_report(committed):
@@ -487,7 +490,7 @@ def test_another_start_of_a_round_concerns_that_round_and_the_report(committed):
     with Changed(path):
         write(path, params_with_all_stages(rounds={"1": "models/sft", "2": "models/sft"}))
         found = set(stale(committed))
-    assert found == {"rollout@2", "score@2", "optimize@2", "report"}
+    assert found == {"rollout@2", "score@2", "optimize@2", "score_answers@rm", "report"}
 
 
 @pytest.mark.parametrize("module", ["stages/rl/objectives.py", "stages/text/chat.py"])

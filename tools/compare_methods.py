@@ -95,10 +95,6 @@ def lock_of(commit: str) -> dict[str, dict]:
     return {name: entry for name, entry in stages.items() if name != "report"}
 
 
-def script_of(stage: str) -> str:
-    return stage.partition("@")[0]
-
-
 def code() -> str:
     """Git's names of what a row depends on: it is measured anew where they are others."""
     names = run("git", "rev-parse", *(f"HEAD:{path}" for path in SOURCES)).split()
@@ -111,7 +107,7 @@ def measured(row: dict, base: dict | None) -> tuple[dict, dict]:
     commit, seconds = experiment(name, row["settings"])
     lock = lock_of(commit)
     ran = sorted(stage for stage, entry in lock.items() if (base or {}).get(stage) != entry)
-    trained = [stage for stage in ran if script_of(stage) in TRAININGS]
+    trained = [stage for stage in ran if stage.partition("@")[0] in TRAININGS]
     for stage in trained:
         if stage not in seconds:
             seconds[stage] = alone(commit, lock[stage])

@@ -90,4 +90,5 @@ def test_answers_that_no_rule_could_check_have_no_figures(folder):
 def test_answers_to_other_prompts_are_refused(folder):
     change(folder, prompt="another one")
     said = refuse(folder, STAGE, **KNOBS)
-    assert "sft.parquet: prompt 0 is 'another one', expected that row of evaluate.dataset" in said
+    assert "data/evaluations/sft.parquet: prompt " in said
+    assert "is 'another one', expected that row of evaluate.dataset" in said
