@@ -1,9 +1,10 @@
 # Two commands: `make repro` runs the pipeline, `make test` the tests. Both set up .venv the first time.
 PYTHON ?= python3
 BIN := .venv/bin
+FAULTS := tests/test_mutations.py
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: repro test lint slow bench growth vllm
+.PHONY: repro test lint slow faults bench growth vllm
 
 repro: .venv/installed
 	dvc repro
@@ -13,9 +14,13 @@ test: .venv/installed
 
 # Two halves side by side, one core each: those that run DVC wait for its processes most of the time.
 slow: .venv/installed
-	@log=$$(mktemp); pytest -m slow --ignore tests/pipeline > $$log 2>&1 & other=$$!; \
+	@log=$$(mktemp); pytest -m slow --ignore tests/pipeline --ignore $(FAULTS) > $$log 2>&1 & other=$$!; \
 	pytest -m slow tests/pipeline; pipeline=$$?; \
 	wait $$other; rest=$$?; cat $$log; rm -f $$log; exit $$((pipeline + rest))
+
+# Each fault that is planted in the code must turn a quick test red: a quarter of an hour.
+faults: .venv/installed
+	pytest -m slow $(FAULTS)
 
 bench: .venv/bench
 	python -m tests.benchmarks.run

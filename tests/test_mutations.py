@@ -363,9 +363,9 @@ FAULTS = [
     ),
     Fault(
         "unscorable rows stay in the plan",
-        EPOCHS,
-        "for row in batch if used[row]]",
-        "for row in batch]",
+        "stages/rl/targets.py",
+        "for row in self.used.nonzero()[:, 0].tolist()]",
+        "for row in range(len(self.used))]",
         "tests/rl/test_epochs.py",
     ),
     Fault(
@@ -476,8 +476,8 @@ FAULTS = [
     Fault(
         "groups without a reward are flat",
         OPTIMIZE,
-        "for rows in groups if len(rows)]",
-        "for rows in groups]",
+        "targets.scorable) if len(rows)]",
+        "targets.scorable)]",
         "tests/stages/test_scripts.py",
     ),
     Fault(
@@ -497,15 +497,15 @@ FAULTS = [
     Fault(
         "score at temperature 1",
         "stages/score.py",
-        "temperature = self.knobs.temperature",
-        "temperature = 1.0",
+        "model, temperature = self.load_reference(folder), self.knobs.temperature",
+        "model, temperature = self.load_reference(folder), 1.0",
         "tests/stages/test_chain.py",
     ),
     Fault(
         "unscored groups not counted anew",
         "stages/rollouts/engine.py",
-        "counts.kept, counts.dropped, counts.unscored, counts.cursor = 0, 0, 0, cursor",
-        "counts.kept, counts.dropped, counts.cursor = 0, 0, cursor",
+        "vars(counts).update(vars(start))",
+        "vars(counts).update(vars(start) | {'unscored': counts.unscored})",
         "tests/rollouts/test_engine.py",
     ),
     Fault(
