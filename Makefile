@@ -1,26 +1,33 @@
 # Two commands: `make repro` runs the pipeline, `make test` the tests. Both set up .venv the first time.
 PYTHON ?= python3
 BIN := .venv/bin
-FAULTS := tests/test_mutations.py
+RARE := tests/test_mutations.py tests/pipeline/test_compare_methods.py
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: repro test lint slow faults bench growth vllm
+.PHONY: repro test lint slow rare bench growth vllm
 
 repro: .venv/installed
 	dvc repro
 
+# Tests run in two halves side by side, one core each; what the other half said is printed last.
+define halves
+@log=$$(mktemp); ($(1)) > $$log 2>&1 & other=$$!; $(2); half=$$?; \
+wait $$other; rest=$$?; cat $$log; rm -f $$log; exit $$((half + rest))
+endef
+
+FIRST := tests/stages tests/training tests/pipeline
 test: .venv/installed
-	pytest
+	$(call halves,pytest $(addprefix --ignore ,$(FIRST)),pytest $(FIRST))
 
-# Two halves side by side, one core each: those that run DVC wait for its processes most of the time.
+# The second half runs DVC, and waits for its processes most of the time.
+MOVED := tests/pipeline/test_disk.py tests/pipeline/test_lora.py
 slow: .venv/installed
-	@log=$$(mktemp); pytest -m slow --ignore tests/pipeline --ignore $(FAULTS) > $$log 2>&1 & other=$$!; \
-	pytest -m slow tests/pipeline; pipeline=$$?; \
-	wait $$other; rest=$$?; cat $$log; rm -f $$log; exit $$((pipeline + rest))
+	$(call halves,pytest -m slow --ignore tests/pipeline $(addprefix --ignore ,$(RARE)) \
+	  && pytest -m slow $(MOVED),pytest -m slow $(addprefix --ignore ,$(MOVED) $(RARE)) tests/pipeline)
 
-# Each fault that is planted in the code must turn a quick test red: a quarter of an hour.
-faults: .venv/installed
-	pytest -m slow $(FAULTS)
+# Each fault that is planted in the code must turn a quick test red; and the table of all methods.
+rare: .venv/installed
+	pytest -m slow $(RARE)
 
 bench: .venv/bench
 	python -m tests.benchmarks.run

@@ -64,7 +64,7 @@ def test_d08_stages_replace_links_into_the_cache_and_never_write_through(copy, k
 
 
 @pytest.mark.parametrize(
-    ("options", "words"), [("size=16k", "No space left on device"), ("ro", "Read-only file system")]
+    ("options", "words"), [("size=16k", "are free on its disk"), ("ro", "Read-only file system")]
 )
 def test_a_disk_that_cannot_be_written_is_told_and_the_next_run_has_everything(
     copy, options, words
@@ -79,7 +79,7 @@ def test_a_disk_that_cannot_be_written_is_told_and_the_next_run_has_everything(
         pytest.skip("mounting a small file system is not permitted here")
     assert done.returncode != 0
     (told,) = [line for line in done.stdout.splitlines() if line.startswith("Error: stage")]
-    assert words in told and "'models/policy/" in told
+    assert words in told and "models/policy/" in told
     assert lock_of(copy) == lock
     assert executed(dvc(copy, "repro").stdout) == set()
     assert lock_of(copy) == lock and changed(copy) == []
@@ -119,8 +119,9 @@ def test_a_clone_pulls_what_it_needs_from_a_remote_and_runs_nothing(copy, tmp_pa
     set_params(narrow, rewards__reward_model=0.2)
     output = dvc(narrow, "repro", "--pull", "--allow-missing", "score@1").stdout
     assert executed(output) == {"score@1"}
-    fetched = ("data/rollouts/round-1.parquet", "models/sft", "models/rm")
-    spared = ("data/sft.parquet", "data/task", "models/base", "models/policy", "data/evaluations")
+    # models/base too: a reward model of adapters would need it.
+    fetched = ("data/rollouts/round-1.parquet", "models/sft", "models/rm", "models/base")
+    spared = ("data/sft.parquet", "data/task", "models/policy", "data/evaluations")
     assert [name for name in fetched if not (narrow / name).exists()] == []
     assert [name for name in spared if (narrow / name).exists()] == []
 
