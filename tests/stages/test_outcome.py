@@ -103,7 +103,11 @@ def test_it_learns_which_completions_are_right_and_ranks_pairs_by_it(project, ta
     assert found["outcome_completions"] == 8 and found["outcome_right"] == 0.5
     assert found["steps"] == 16 * 10
     header, first, *_ = open("rm.csv").read().splitlines()
-    assert ("tokens" if target == "every_token" else "completions") in header.split(",")
+    step = dict(zip(header.split(","), first.split(","), strict=True))
+    if target == "every_token":
+        assert float(step["tokens"]) > 4
+    else:
+        assert float(step["completions"]) == 4  # those of a step, however long they are
     # What `score` reads: a logit above 0 where the completion is right.
     scorer = load_scorer(project / "models" / "rm", "sdpa", torch.device("cpu"))
     rows = completion_rows()
