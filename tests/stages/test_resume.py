@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -223,8 +224,12 @@ def test_an_input_that_changes_meanwhile_costs_the_state_not_the_run(project, mo
 
 
 def test_a_full_disk_costs_the_state_not_the_run(project, monkeypatch):
-    free = type("Usage", (), {"free": 10})
-    monkeypatch.setattr("shutil.disk_usage", lambda path: free)
+    full, usage = type("Usage", (), {"free": 10}), shutil.disk_usage
+
+    def of(path):
+        return full if ".scratch" in str(path) else usage(path)
+
+    monkeypatch.setattr("shutil.disk_usage", of)
     result = run("train_sft", "out")
     assert result.exit_code == 0 and "10 bytes are free" in result.output
 
