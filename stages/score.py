@@ -104,7 +104,8 @@ class Measurement:
         compared = knobs.beta > 0
         # A model that brings its own code says itself how its scorer is made.
         own_code = knobs.model.trust_remote_code
-        if scored and compared and base_of(reward_model) == reference and not own_code:
+        on_reference = reward_model != reference and base_of(reward_model) == reference
+        if scored and compared and on_reference and not own_code:
             scores, values, columns["log_probs_ref"] = self.in_one_pass(reward_model, reference)
         else:
             if scored:

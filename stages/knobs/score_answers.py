@@ -12,5 +12,16 @@ class Knobs(Reading):
     max_new_tokens: MaxNewTokens
     score_batch_size: ScoreBatchSize
     evaluate: PromptSource
-    rounds: Annotated[dict[str, str], Field(description="Which rounds were evaluated.")]
-    branches: Annotated[dict[str, str], Field(description="Which branches were evaluated.")]
+    rounds: Annotated[
+        dict[str, str],
+        Field(
+            description="For each round (quoted number) the folder of the policy it starts from."
+        ),
+    ]
+    branches: Annotated[
+        dict[str, str],
+        Field(
+            description="For each branch of direct alignment (a name) the folder of the policy that"
+            " it starts from, which is its reference; {}: none."
+        ),
+    ]

@@ -85,7 +85,8 @@ def test_a_further_reward_model_reruns_no_training_and_no_round(labelled):
     picks = ("-S", "+best_of_n.o=models/reward/o", "-S", "+best_of_n.rm=models/rm")
     ran = executed(dvc(copy, "exp", "run", "-S", setting, "-S", beside, *picks).stdout)
     assert ran >= {"tokenize_labelled@mine", "train_reward@o", "score_answers@o", "report"}
-    assert not ran & {"train_sft", "train_rm", "score@1", "optimize@1", "evaluate@1"}
+    # A new file under data/source makes those that read rows run again, to the same bytes.
+    assert not ran & {"train_sft", "train_rm", "score@1", "optimize@1"}
     for number in (0, 1, 2):
         found = json.loads((copy / "metrics" / f"round-{number}.json").read_text())
         for name in ("o", "rm"):

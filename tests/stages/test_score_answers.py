@@ -15,7 +15,7 @@ from tests.helpers.stage import figures, refuse, succeed
 KNOBS = {
     "evaluate__samples": 4,
     "score_batch_size": 7,
-    "verifier": "odd_rule:share",
+    "verifier": "picking_rule:share",
     "rounds": {"1": "models/sft"},
     "best_of_n": {"rm": "models/rm"},
 }
@@ -32,7 +32,7 @@ def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("project")
     for place in ("data/source", "models/source", "models/rm"):
         (folder / place).mkdir(parents=True)
-    (folder / "data" / "source" / "odd_rule.py").write_text(RULE)
+    (folder / "data" / "source" / "picking_rule.py").write_text(RULE)
     for stage in ("prepare_task", "prepare_model"):
         succeed(folder, stage, **KNOBS)
     shutil.copytree(folder / "models" / "base", folder / "models" / "sft")
